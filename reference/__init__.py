@@ -1,0 +1,1 @@
+"""The specification, executable: pure PyTorch, float64, no cache, no kernel."""

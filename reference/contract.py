@@ -1,0 +1,325 @@
+"""The protocol that every engine stands behind: reference, optimized or foreign.
+
+An engine runs in one of two ways.  With a *model* it computes keys, states,
+selections and logits from tokens.  In a *stamped* run the caller hands it the
+rows to store (`Rows`), whose payload says who wrote them, so that whatever is
+read later names its writer; the engine needs no hook for that, only its usual
+store path.  Which of the two an engine can do stands in `capabilities`.
+
+Words and units are those of docs/architecture.md and `reference.geometry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NewType, Protocol
+
+from torch import Tensor
+
+from reference.geometry import Geometry, ModelShape
+
+RequestId = NewType("RequestId", int)
+"""Chosen by the caller, unique among the requests that are not finished."""
+
+Weights = Mapping[str, Tensor]
+"""float32 tensors under the names of docs/model.md."""
+
+
+class Capability(str, Enum):
+    """What an engine can do; a target skips, and says so, what is missing."""
+
+    STAMPED = "stamped"
+    MODEL = "model"
+    PREFIX_SHARING = "prefix_sharing"
+    VERIFY = "verify"
+    RAW = "raw"
+
+
+class Component(str, Enum):
+    """The stored parts of a token or prefix.
+
+    KV     one row for a position, in the geometry's row format.
+    INDEX  one row for a closed group: index_dim key bytes, then a float32 scale.
+    TAIL   one row for a position after the last closed group: bf16 key, then bf16 gate.
+    STATE  one row for a request: the float32 KDA state after all its positions.
+    """
+
+    KV = "kv"
+    INDEX = "index"
+    TAIL = "tail"
+    STATE = "state"
+
+
+class ContractError(Exception):
+    """The base of what an engine raises on purpose."""
+
+
+class OutOfMemory(ContractError):
+    """No pages, state slots or request slots are left even after eviction; the call changed
+    nothing but what it evicted.  Finish, abort or retract a request, then call again."""
+
+
+class InvalidCall(ContractError):
+    """The call breaks the contract (unknown request, stop before start, too many drafts);
+    nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How large the pools are and how hostile the memory is.
+
+    Fields:
+        pages: logical pages of the token pool, padding page 0 included.
+        state_slots: rows of the KDA state pool, padding slot 0 included; running requests
+            and checkpoints share them.
+        max_requests: requests that may run at once.
+        page_order: which free page is handed out: the one freed last ("reuse"), the highest
+            ("high"), or a fixed random order drawn from `seed` ("permuted").
+        poison: fill fresh and freed memory with NaN bit patterns (every byte 0xFF).
+        seed: seeds "permuted".
+        ape: [dsa_layers, kpool, index_dim] float32, the position weights of a stamped run;
+            None means zeros.  A model run takes its own from the weights.
+        backend: kernels of the optimized engine, by name; "torch" or "triton".
+    """
+
+    pages: int
+    state_slots: int
+    max_requests: int
+    page_order: Literal["reuse", "high", "permuted"] = "reuse"
+    poison: bool = True
+    seed: int = 0
+    ape: Tensor | None = None
+    backend: str = "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a stamped run stores for n positions.  In an extend or verify they are the n
+    consecutive positions of one chunk; in a decode the one new position of each of n requests.
+
+    Fields:
+        kv: [dsa_layers, n, latent] float32.
+        key: [dsa_layers, n, index_dim] float32, after the layer norm.
+        gate: [dsa_layers, n, index_dim] float32.
+        state: [m, kda_layers, state_width] float32.  In an extend: the state after each prefix
+            length of `geometry.state_positions(start, stop)`.  In a decode: after the new
+            position of each request (m = n).  In a verify: after each draft (m = n).
+    """
+
+    kv: Tensor
+    key: Tensor
+    gate: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """`hit`: tokens found in the cache, a whole number of logical pages that ends on a KDA
+    checkpoint and is shorter than the request's tokens."""
+
+    hit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Prefill of `request` from its present length up to position `stop` (exclusive).
+
+    Fields:
+        rows: the rows to store (stamped run), else None.
+        outputs_from: first position whose selection and logits are wanted; None for the last
+            position of the chunk alone.
+    """
+
+    request: RequestId
+    stop: int
+    rows: Rows | None = None
+    outputs_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Draft `tokens` (at most max_drafts) of `request`, checked in one step.  They take the
+    positions from its present length on; `accept` says how many stay."""
+
+    request: RequestId
+    tokens: Sequence[int]
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step computed for the n positions start .. start + n - 1 of one request; n is 0
+    in a stamped run.
+
+    Fields:
+        selected: [dsa_layers, n, selection_width] int64.  The positions of the selected groups,
+            ascending, then the tail, then -1.
+        logits: [n, vocab] float32.
+    """
+
+    request: RequestId
+    start: int
+    selected: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """One running request.
+
+    Fields:
+        length: positions stored so far.
+        pages: its logical pages, in order; the first `shared` of them belong to the tree.
+        slot: its row in the tail ring.
+        state_slot: its row in the state pool.
+        state_position: positions that the state stands for.
+        pending: drafts stored by a verify and not yet accepted or rejected.
+    """
+
+    length: int
+    pages: tuple[int, ...]
+    shared: int
+    slot: int
+    state_slot: int
+    state_position: int
+    pending: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedNode:
+    """One node of the prefix tree.  Its path from the root spells a cached prefix.
+
+    Fields:
+        node: identity; parent: identity of the parent, None below the root.
+        tokens: the edge's tokens, a whole number of logical pages.
+        pages: the edge's logical pages.
+        checkpoints: prefix length to state slot, for lengths that end inside this edge.
+        locks: running requests that hold this node or one below it.
+    """
+
+    node: int
+    parent: int | None
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    checkpoints: Mapping[int, int]
+    locks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that an engine says of its memory; copies, never live views.
+
+    Fields:
+        free_pages, free_states: ids that nobody owns.
+        ref_counts: for each logical page that is not free, how many hold it: the tree (1 if
+            it is cached) plus each running request that reads or owns it.
+        hits, evicted_pages, reused_pages: totals since the start; a page counts as reused
+            when it is handed out again after it was freed.
+    """
+
+    requests: Mapping[RequestId, RequestView]
+    cached: tuple[CachedNode, ...]
+    free_pages: frozenset[int]
+    free_states: frozenset[int]
+    ref_counts: Mapping[int, int]
+    hits: int = 0
+    evicted_pages: int = 0
+    reused_pages: int = 0
+
+
+class Engine(Protocol):
+    """One engine.  Calls either succeed or raise a ContractError and change nothing."""
+
+    geometry: Geometry
+    shape: ModelShape
+    capabilities: frozenset[Capability]
+
+    def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
+        """Admit a request; match its tokens with the cache, lock what it shares, and start
+        its state from the hit's checkpoint.  Its length is then the hit.  Takes a ring row and
+        a state slot; raises OutOfMemory without one."""
+        ...
+
+    def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
+        """Prefill one chunk of each of several requests in one step, allocating pages (the
+        least recently used cached prefixes are evicted when none is free).  A request whose
+        prompt is complete shares its whole pages with the tree at once."""
+        ...
+
+    def decode(
+        self, requests: Sequence[RequestId], tokens: Sequence[int], rows: Rows | None = None
+    ) -> list[StepOutput]:
+        """Append one token to each request and run one step over the batch."""
+        ...
+
+    def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
+        """Run draft tokens of several requests in one step.  Nothing else may happen to these
+        requests before `accept` (but abort, retract or finish, which reject all)."""
+        ...
+
+    def accept(self, request: RequestId, count: int) -> None:
+        """Keep the first `count` pending drafts; the rest are rejected and their rows will be
+        written again."""
+        ...
+
+    def finish(self, request: RequestId) -> None:
+        """Leave the whole pages of the request, up to its last checkpoint, in the cache; free
+        the rest."""
+        ...
+
+    def abort(self, request: RequestId) -> None:
+        """Drop the request at once; what it shared stays, what it owned is freed."""
+        ...
+
+    def retract(self, request: RequestId) -> tuple[int, ...]:
+        """Free the request's memory as `finish` does, and return all its tokens, to be
+        submitted again later."""
+        ...
+
+    def evict(self, pages: int) -> int:
+        """Evict at least `pages` unlocked cached pages, least recently used first, if there
+        are so many; returns how many went."""
+        ...
+
+    def read(
+        self, request: RequestId, component: Component, layer: int, start: int, stop: int
+    ) -> Tensor:
+        """[rows, row bytes] uint8: rows of a request by the engine's own read path (page
+        table, gather).  `layer` counts within the component's own layers (DSA, or KDA for
+        STATE).  start and stop are positions for KV and TAIL, groups for INDEX, 0 and 1 for
+        STATE."""
+        ...
+
+    def raw(self, component: Component, layer: int) -> Tensor:
+        """uint8 view of a layer's whole buffer.  KV: [locs, row bytes].  INDEX: [pages, index
+        page bytes].  TAIL: [request slots, ring_size, 4 * index_dim], a key's bytes and then a
+        gate's.  STATE: [slots, 4 * state_width]."""
+        ...
+
+    def inspect(self) -> Snapshot:
+        """Page tables, owners and counts, at this moment."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """Builds an engine.  weights None asks for a stamped engine."""
+
+    def __call__(
+        self,
+        geometry: Geometry,
+        shape: ModelShape,
+        options: EngineOptions,
+        weights: Weights | None = None,
+    ) -> Engine: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A named engine that a campaign can run: its factory, and what it lacks."""
+
+    name: str
+    version: str
+    factory: EngineFactory
+    capabilities: frozenset[Capability] = field(default_factory=frozenset)
