@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Literal, NewType, Protocol
 
 from torch import Tensor
@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 """float32 tensors under the names of docs/model.md."""
 
 
-class Capability(str, Enum):
+class Capability(StrEnum):
     """What an engine can do; a target skips, and says so, what is missing."""
 
     STAMPED = "stamped"
@@ -37,7 +37,7 @@ class Capability(str, Enum):
     RAW = "raw"
 
 
-class Component(str, Enum):
+class Component(StrEnum):
     """The stored parts of a token or prefix.
 
     KV     one row for a position, in the geometry's row format.
@@ -176,6 +176,8 @@ class RequestView:
         state_slot: its row in the state pool.
         state_position: positions that the state stands for.
         pending: drafts stored by a verify and not yet accepted or rejected.
+        checkpoints: prefix length to state slot, for the checkpoints that it took and that the
+            tree does not hold (yet); slots of those still to be written count.
     """
 
     length: int
@@ -185,6 +187,7 @@ class RequestView:
     state_slot: int
     state_position: int
     pending: int = 0
+    checkpoints: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

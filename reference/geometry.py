@@ -10,7 +10,7 @@ bound that HiSparse needs once a tail is selected on top of topk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NewType
 
 Position = NewType("Position", int)
@@ -31,7 +31,7 @@ class GeometryError(ValueError):
     """A geometry that no engine may start with; the message names the cure."""
 
 
-class RowFormat(str, Enum):
+class RowFormat(StrEnum):
     """How one KV row of `latent` channels is stored.
 
     BF16        latent bf16 values.
@@ -56,7 +56,7 @@ PACKED_BLOCK = 128
 """Channels that share one scale in RowFormat.FP8_PACKED."""
 
 
-class IndexSharding(str, Enum):
+class IndexSharding(StrEnum):
     """In which unit an index pool is split over ranks; NONE replicates it."""
 
     NONE = "none"

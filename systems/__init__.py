@@ -1,0 +1,39 @@
+"""Engines that a campaign can run, by name, behind `reference.contract`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+
+from reference.contract import Capability, EngineFactory, System
+
+_OWN = frozenset({Capability.STAMPED, Capability.MODEL, Capability.VERIFY})
+# A system's module is imported when it is asked for: a foreign engine may need what is not here.
+_KNOWN: dict[str, tuple[str, frozenset[Capability]]] = {
+    "reference": ("reference.engine", _OWN),
+    "optimized": ("optimized.engine", _OWN | {Capability.PREFIX_SHARING, Capability.RAW}),
+}
+
+
+class UnknownSystem(ValueError):
+    """No system has that name; the message lists those that there are."""
+
+
+def names() -> tuple[str, ...]:
+    """The names that `load` takes."""
+    return tuple(_KNOWN)
+
+
+def load(name: str) -> System:
+    """The system called `name`, whose module must offer `factory`, an EngineFactory.
+
+    Raises:
+        UnknownSystem: with one sentence that lists the known names.
+    """
+    if name not in _KNOWN:
+        raise UnknownSystem(f"There is no system {name!r}: choose one of {', '.join(_KNOWN)}.")
+    module, capabilities = _KNOWN[name]
+    factory: EngineFactory = import_module(module).factory
+    return System(
+        name=name, version=version("kvoracle"), factory=factory, capabilities=capabilities
+    )

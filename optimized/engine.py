@@ -1,0 +1,344 @@
+"""The optimized engine behind the contract: checks each call, finds its memory, runs its step.
+
+A call is checked in full and its memory found before anything is written, so that one that
+raises has changed nothing but what it evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimized import addressing
+from optimized.addressing import Array
+from optimized.kernels import gather
+from optimized.memory.manager import Memory
+from optimized.memory.requests import Request
+from optimized.steps import Steps
+from reference.contract import (
+    Admission,
+    Capability,
+    Chunk,
+    Component,
+    Drafts,
+    EngineOptions,
+    InvalidCall,
+    RequestId,
+    Rows,
+    Snapshot,
+    StepOutput,
+    Weights,
+)
+from reference.geometry import Geometry, ModelShape
+
+
+class OptimizedEngine:
+    """Paged, prefix-sharing, batched, on a CPU; `reference.contract.Engine` tells what each call
+    does, takes and returns."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        shape: ModelShape,
+        options: EngineOptions,
+        weights: Weights | None,
+    ) -> None:
+        self.geometry = geometry
+        self.shape = shape
+        kind = Capability.STAMPED if weights is None else Capability.MODEL
+        self.capabilities = frozenset(
+            {kind, Capability.PREFIX_SHARING, Capability.VERIFY, Capability.RAW}
+        )
+        self._stamped = weights is None
+        self._backend = options.backend
+        self.memory = Memory(geometry, shape, options)
+        self.steps = Steps(geometry, shape, options, weights, self.memory)
+
+    def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
+        if request in self.memory.table.by_id:
+            raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
+        prompt = self._tokens(tokens)
+        if not prompt.size:
+            raise InvalidCall(f"request {request} has no tokens: submit at least one.")
+        record = self.memory.admit(request, prompt)
+        return Admission(hit=int(self.memory.table.length[record.slot]))
+
+    def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
+        records = self._distinct([chunk.request for chunk in chunks])
+        if not records:
+            return []
+        firsts = [self._first_output(r, c) for r, c in zip(records, chunks, strict=True)]
+        rows = self._given_rows([chunk.rows for chunk in chunks])
+        table = self.memory.table
+        for record, chunk, given in zip(records, chunks, rows or (), strict=rows is not None):
+            start = int(table.length[record.slot])
+            states = len(self.geometry.state_positions(start, chunk.stop))
+            self._check_rows(given, chunk.stop - start, states)
+        slots = np.array([record.slot for record in records])
+        stops = np.array([chunk.stop for chunk in chunks])
+        self.memory.grow(slots, stops)
+        outputs = self.steps.extend(records, stops, rows, np.array(firsts))
+        self.memory.advance(slots, stops)
+        for record in records:
+            if table.length[record.slot] == table.known[record.slot]:
+                self.memory.share(record)
+        return outputs
+
+    def decode(
+        self, requests: Sequence[RequestId], tokens: Sequence[int], rows: Rows | None = None
+    ) -> list[StepOutput]:
+        records = self._distinct(requests)
+        if not records:
+            return []
+        appended = self._tokens(tokens)
+        if len(appended) != len(records):
+            raise InvalidCall(
+                f"decode has {len(records)} requests and {len(appended)} tokens: give one token "
+                "a request."
+            )
+        self._given_rows([rows])
+        if rows is not None:
+            self._check_rows(rows, len(records), len(records))
+        table = self.memory.table
+        slots = np.array([record.slot for record in records])
+        self._require_prefilled(slots)
+        lengths = table.length[slots]
+        self.memory.grow(slots, lengths + 1)
+        table.tokens[slots, lengths] = appended
+        table.known[slots] += 1
+        outputs = self.steps.decode(requests, slots, rows)
+        self.memory.advance(slots, lengths + 1)
+        return outputs
+
+    def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
+        records = self._distinct([draft.request for draft in drafts])
+        if not records:
+            return []
+        tokens = [self._tokens(draft.tokens) for draft in drafts]
+        most = self.geometry.max_drafts
+        for draft, given in zip(drafts, tokens, strict=True):
+            if not 0 < len(given) <= most:
+                raise InvalidCall(
+                    f"request {draft.request} has {len(given)} drafts: give 1 to max_drafts, "
+                    f"which is {most}."
+                )
+        rows = self._given_rows([draft.rows for draft in drafts])
+        for given, stored in zip(tokens, rows or (), strict=rows is not None):
+            self._check_rows(stored, len(given), len(given))
+        table = self.memory.table
+        slots = np.array([record.slot for record in records])
+        self._require_prefilled(slots)
+        lengths, counts = table.length[slots], np.array([len(given) for given in tokens])
+        self.memory.grow(slots, lengths + counts, checkpoints=False)
+        for slot, length, given in zip(slots, lengths, tokens, strict=True):
+            table.tokens[slot, length : length + len(given)] = given
+        outputs = self.steps.verify(records, lengths + counts, rows)
+        table.pending[slots] = counts
+        return outputs
+
+    def accept(self, request: RequestId, count: int) -> None:
+        record = self._find(request)
+        table, slot = self.memory.table, record.slot
+        pending = int(table.pending[slot])
+        if not pending:
+            raise InvalidCall(f"request {request} has no pending drafts: call verify first.")
+        if not 0 <= count <= pending:
+            raise InvalidCall(
+                f"request {request} cannot keep {count} drafts: keep 0 to the {pending} pending."
+            )
+        slots, stops = np.array([slot]), table.length[[slot]] + count
+        self.memory.grow(slots, stops)
+        if count:
+            self._adopt_draft_state(record, count)
+            table.known[slot] += count
+            self.memory.advance(slots, stops)
+        record.draft_states = None
+        table.pending[slot] = 0
+
+    def _adopt_draft_state(self, record: Request, count: int) -> None:
+        """Make the state after `count` drafts the running one; keep checkpoints on the way."""
+        states, length = self.memory.pools.state, int(self.memory.table.length[record.slot])
+        assert record.draft_states is not None, "pending drafts have states"
+        for at, slot in record.checkpoints.items():
+            if at > length:
+                states[slot] = record.draft_states[at - length - 1]
+        states[int(self.memory.table.state[record.slot])] = record.draft_states[count - 1]
+
+    def finish(self, request: RequestId) -> None:
+        record = self._find(request)
+        self.memory.share(record)
+        self.memory.release(record)
+
+    def abort(self, request: RequestId) -> None:
+        self.memory.release(self._find(request))
+
+    def retract(self, request: RequestId) -> tuple[int, ...]:
+        record = self._find(request)
+        table = self.memory.table
+        tokens = tuple(table.tokens[record.slot, : table.known[record.slot]].tolist())
+        self.finish(request)
+        return tokens
+
+    def evict(self, pages: int) -> int:
+        return self.memory.tree.evict(pages=pages)
+
+    def read(
+        self, request: RequestId, component: Component, layer: int, start: int, stop: int
+    ) -> Tensor:
+        record = self._find(request)
+        self._check_layer(component, layer)
+        low, high = self._readable(record, component)
+        if not low <= start <= stop <= high:
+            raise InvalidCall(
+                f"request {request} has {component.value} rows {low} to {high}, not {start} to "
+                f"{stop}: read inside that range."
+            )
+        pools, slot = self.memory.pools, record.slot
+        if component is Component.STATE:
+            row = pools.state[int(self.memory.table.state[slot]), layer]
+            return row.view(torch.uint8).clone()[None][start:stop]
+        items, pages = np.arange(start, stop), self.memory.table.pages
+        if component is Component.KV:
+            locs = addressing.locs(self.geometry, pages, slot, items)
+            return gather.gather_rows(
+                pools.kv[layer], torch.from_numpy(locs), backend=self._backend
+            )
+        if component is Component.INDEX:
+            return gather.gather_index(
+                pools.index[layer],
+                torch.from_numpy(addressing.read_slots(self.geometry, pages, slot, items)),
+                index_page_size=self.geometry.index_page_size,
+                backend=self._backend,
+            )
+        rows = torch.from_numpy(addressing.ring_rows(self.geometry, slot, items))
+        rings = self.raw(Component.TAIL, layer).flatten(0, 1)
+        return gather.gather_rows(rings, rows, backend=self._backend)
+
+    def raw(self, component: Component, layer: int) -> Tensor:
+        self._check_layer(component, layer)
+        pools = self.memory.pools
+        if component is Component.KV:
+            return pools.kv[layer]
+        if component is Component.INDEX:
+            return pools.index[layer]
+        if component is Component.STATE:
+            return pools.state[:, layer].view(torch.uint8)
+        rings = (pools.ring_key[layer], pools.ring_gate[layer])
+        return torch.cat([ring.view(torch.uint8) for ring in rings], dim=-1)
+
+    def inspect(self) -> Snapshot:
+        return self.memory.snapshot()
+
+    def _find(self, request: RequestId) -> Request:
+        record = self.memory.table.by_id.get(request)
+        if record is None:
+            raise InvalidCall(f"request {request} is not running: submit it first.")
+        return record
+
+    def _distinct(self, requests: Sequence[RequestId]) -> list[Request]:
+        """The records of a step's requests, none of which may occur twice or have drafts that
+        wait."""
+        records = [self._find(request) for request in requests]
+        if len(set(requests)) < len(requests):
+            raise InvalidCall("a request occurs twice in one step: give each its own step.")
+        pending = self.memory.table.pending[[record.slot for record in records]]
+        if pending.any():
+            request = requests[int(pending.argmax())]
+            raise InvalidCall(f"request {request} has pending drafts: call accept first.")
+        return records
+
+    def _tokens(self, tokens: Sequence[int]) -> Array:
+        """The tokens as an int64 array, all in the model's vocabulary."""
+        array = np.asarray(tokens, dtype=np.int64)
+        vocab = self.shape.vocab
+        if not self._stamped and ((array < 0) | (array >= vocab)).any():
+            raise InvalidCall(
+                f"a token is no id of the vocabulary: give ids from 0 to {vocab - 1}."
+            )
+        return array
+
+    def _first_output(self, record: Request, chunk: Chunk) -> int:
+        """First position of a chunk whose output is wanted."""
+        table = self.memory.table
+        start, known = int(table.length[record.slot]), int(table.known[record.slot])
+        if not start < chunk.stop <= known:
+            raise InvalidCall(
+                f"request {record.id} has {start} of {known} tokens stored and cannot stop at "
+                f"{chunk.stop}: choose a stop behind what is stored and not behind its tokens."
+            )
+        first = chunk.stop - 1 if chunk.outputs_from is None else chunk.outputs_from
+        if not start <= first < chunk.stop:
+            raise InvalidCall(
+                f"request {record.id} wants outputs from {first} of a chunk from {start} to "
+                f"{chunk.stop}: choose a position in it."
+            )
+        return first
+
+    def _require_prefilled(self, slots: Array) -> None:
+        table = self.memory.table
+        missing = table.known[slots] - table.length[slots]
+        if missing.any():
+            place = int(missing.argmax())
+            record = table.by_slot[slots[place]]
+            assert record is not None, "the caller has found the request"
+            raise InvalidCall(
+                f"request {record.id} has {missing[place]} tokens of its prompt to compute: "
+                "extend it first."
+            )
+
+    def _given_rows(self, rows: Sequence[Rows | None]) -> list[Rows] | None:
+        """The rows of a stamped step, or None of a model's."""
+        given = [some for some in rows if some is not None]
+        if len(given) != (len(rows) if self._stamped else 0):
+            raise InvalidCall(
+                "a stamped engine stores the rows that it is handed and one with a model computes "
+                "them: pass rows to the former and none to the latter."
+            )
+        return given if self._stamped else None
+
+    def _check_rows(self, rows: Rows, positions: int, states: int) -> None:
+        shape, layers = self.shape, len(self.shape.dsa_layers)
+        wanted = {
+            "kv": (layers, positions, shape.latent),
+            "key": (layers, positions, shape.index_dim),
+            "gate": (layers, positions, shape.index_dim),
+            "state": (states, len(shape.kda_layers), shape.state_width),
+        }
+        for name, size in wanted.items():
+            found = tuple(getattr(rows, name).shape)
+            if found != size:
+                raise InvalidCall(f"rows have {name} of shape {found}: make it {size}.")
+
+    def _check_layer(self, component: Component, layer: int) -> None:
+        own = self.shape.kda_layers if component is Component.STATE else self.shape.dsa_layers
+        if not 0 <= layer < len(own):
+            raise InvalidCall(
+                f"component {component.value} has {len(own)} layers and no layer {layer}: count "
+                "within the component's own layers."
+            )
+
+    def _readable(self, record: Request, component: Component) -> tuple[int, int]:
+        """First and one past the last row of a component that a request has, drafts included."""
+        table, geometry = self.memory.table, self.geometry
+        length = int(table.length[record.slot])
+        stored = length + int(table.pending[record.slot])
+        if component is Component.KV:
+            return 0, stored
+        if component is Component.INDEX:
+            return 0, stored // geometry.kpool
+        if component is Component.TAIL:
+            return length // geometry.kpool * geometry.kpool, stored
+        return 0, 1
+
+
+def factory(
+    geometry: Geometry,
+    shape: ModelShape,
+    options: EngineOptions,
+    weights: Weights | None = None,
+) -> OptimizedEngine:
+    """Build an engine; without weights, a stamped one."""
+    return OptimizedEngine(geometry, shape, options, weights)

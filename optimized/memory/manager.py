@@ -1,0 +1,214 @@
+"""Who owns what: admission, growth, sharing and release of a request's memory.
+
+Three rules hold at every return.  A page table entry is one reference on its page, and the tree
+holds one more on what is cached.  The running state is never the tree's: checkpoints are copies.
+A call that finds no memory has evicted, but changed nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optimized import addressing
+from optimized.addressing import Array
+from optimized.memory.allocator import Allocator
+from optimized.memory.pools import Pools
+from optimized.memory.prefix_tree import Node, PrefixTree
+from optimized.memory.requests import Request, RequestTable
+from reference.contract import (
+    CachedNode,
+    EngineOptions,
+    OutOfMemory,
+    RequestId,
+    RequestView,
+    Snapshot,
+)
+from reference.geometry import Geometry, ModelShape
+
+
+class Memory:
+    """Pools, their allocators, the prefix tree and the table of running requests."""
+
+    def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
+        self.geometry = geometry
+        self.pools = Pools(geometry, shape, options)
+        order, seed = options.page_order, options.seed
+        self.pages = Allocator(options.pages, order=order, seed=seed, scrub=self.pools.scrub_pages)
+        self.states = Allocator(
+            options.state_slots, order=order, seed=seed + 1, scrub=self.pools.scrub_states
+        )
+        self.rings = Allocator(
+            options.max_requests + 1, order=order, seed=seed + 2, scrub=self.pools.scrub_rings
+        )
+        self.tree = PrefixTree(
+            page_size=geometry.logical_page_size, pages=self.pages, states=self.states
+        )
+        self.table = RequestTable(
+            slots=options.max_requests + 1, page_size=geometry.logical_page_size
+        )
+        self.hits = 0
+
+    def admit(self, request: RequestId, tokens: Array) -> Request:
+        """Enter a request with the cached prefix that it shares; its state is a copy of the
+        hit's checkpoint, or zeros."""
+        if not self.rings.available:
+            raise OutOfMemory(
+                f"request {request} finds all {self.rings.counts.size - 1} request slots taken: "
+                "finish, abort or retract a request, or raise max_requests."
+            )
+        match = self.tree.match(tokens)
+        self.tree.lock(match.node)
+        try:
+            self.make_room(states=1)
+        except OutOfMemory:
+            self.tree.unlock(match.node)
+            raise
+        slot, state = int(self.rings.allocate(1)[0]), int(self.states.allocate(1)[0])
+        table, shared = self.table, match.hit // self.geometry.logical_page_size
+        table.widen(len(tokens))
+        record = Request(request, slot, match.node, shared)
+        table.add(record)
+        table.tokens[slot, : len(tokens)] = tokens
+        table.known[slot] = len(tokens)
+        table.length[slot] = table.state_position[slot] = match.hit
+        table.state[slot] = state
+        table.pages_held[slot] = shared
+        if match.hit:
+            self.hits += 1
+            pages = self.tree.path_pages(match.node)
+            self.pages.retain(pages)
+            table.pages[slot, :shared] = pages
+            self.pools.copy_state(match.state_slot, state)
+        else:
+            self.pools.state[state].zero_()
+        return record
+
+    def make_room(self, *, pages: int = 0, states: int = 0) -> None:
+        """Evict until so many pages and state slots are free, or raise OutOfMemory."""
+        lack = (pages - self.pages.available, states - self.states.available)
+        if max(lack) > 0:
+            self.tree.evict(pages=lack[0], states=lack[1])
+        for noun, option, wanted, pool in (
+            ("logical pages", "pages", pages, self.pages),
+            ("state slots", "state_slots", states, self.states),
+        ):
+            if wanted > pool.available:
+                raise OutOfMemory(
+                    f"the step needs {wanted} free {noun} and {pool.available} are left after "
+                    f"eviction: finish, abort or retract a request, or raise {option}."
+                )
+
+    def grow(self, slots: Array, stops: Array, *, checkpoints: bool = True) -> None:
+        """Give requests the pages that they need to reach `stops`, and a state slot for each
+        checkpoint on the way (but in a verify, whose drafts may be rejected)."""
+        table = self.table
+        pages = np.maximum(addressing.pages_for(self.geometry, stops) - table.pages_held[slots], 0)
+        interval = self.geometry.mamba_track_interval
+        states = stops // interval - table.length[slots] // interval
+        if not checkpoints:
+            states[:] = 0
+        if not pages.any() and not states.any():
+            return
+        self.make_room(pages=int(pages.sum()), states=int(states.sum()))
+        table.widen(int(stops.max()))
+        for place in np.flatnonzero(pages | states).tolist():
+            slot = int(slots[place])
+            held, more = int(table.pages_held[slot]), int(pages[place])
+            table.pages[slot, held : held + more] = self.pages.allocate(more)
+            table.pages_held[slot] += more
+            first = int(table.length[slot]) // interval + 1
+            marks = range(first * interval, (first + int(states[place])) * interval, interval)
+            record = table.by_slot[slot]
+            assert record is not None, "only running requests grow"
+            record.checkpoints.update(
+                zip(marks, self.states.allocate(len(marks)).tolist(), strict=True)
+            )
+
+    def advance(self, slots: Array, stops: Array) -> None:
+        """Note that a step has stored all positions below `stops`, and keep the states that
+        stand at a checkpoint."""
+        self.table.length[slots] = stops
+        self.table.state_position[slots] = stops
+        at_checkpoint = stops % self.geometry.mamba_track_interval == 0
+        for place in np.flatnonzero(at_checkpoint).tolist():
+            record = self.table.by_slot[slots[place]]
+            assert record is not None, "only running requests advance"
+            self.keep_checkpoint(record, int(stops[place]))
+
+    def keep_checkpoint(self, record: Request, length: int) -> None:
+        """Copy the running state, which stands for `length` positions, to its checkpoint."""
+        self.pools.copy_state(int(self.table.state[record.slot]), record.checkpoints[length])
+
+    def share(self, record: Request) -> None:
+        """Cache the request's whole pages up to its last checkpoint, with its checkpoints, and
+        lock them.  Where the same pages are cached already, it switches to those and frees its
+        own."""
+        if not record.checkpoints:
+            return
+        slot, table = record.slot, self.table
+        length = max(record.checkpoints)
+        own = table.pages[slot, : length // self.geometry.logical_page_size]
+        cached = self.tree.insert(table.tokens[slot, :length], own, record.checkpoints)
+        self.states.release(cached.surplus)
+        record.checkpoints = {}
+        self._switch(own, cached.pages)
+        self.tree.lock(cached.node)
+        self.tree.unlock(record.node)
+        record.node, record.shared = cached.node, len(cached.pages)
+
+    def _switch(self, own: Array, cached: Array) -> None:
+        """Let the page table read the cached pages, and free the duplicates."""
+        differ = np.flatnonzero(own != cached)
+        duplicates = own[differ]
+        self.pages.retain(cached[differ])
+        own[differ] = cached[differ]
+        self.pages.release(duplicates)
+
+    def release(self, record: Request) -> None:
+        """Let go of all that a request holds."""
+        slot, table = record.slot, self.table
+        self.pages.release(table.pages[slot, : table.pages_held[slot]])
+        self.tree.unlock(record.node)
+        self.states.release([int(table.state[slot]), *record.checkpoints.values()])
+        self.rings.release([slot])
+        table.remove(record)
+
+    def snapshot(self) -> Snapshot:
+        """Page tables, owners and counts, copied."""
+        counts = self.pages.counts
+        return Snapshot(
+            requests={r.id: self._view(r) for r in self.table.by_id.values()},
+            cached=tuple(_cached(node) for node in self.tree.nodes()),
+            free_pages=self.pages.free_ids(),
+            free_states=self.states.free_ids(),
+            ref_counts={int(page): int(counts[page]) for page in np.flatnonzero(counts)},
+            hits=self.hits,
+            evicted_pages=self.tree.evicted_pages,
+            reused_pages=self.pages.reused,
+        )
+
+    def _view(self, record: Request) -> RequestView:
+        slot, table = record.slot, self.table
+        return RequestView(
+            length=int(table.length[slot]),
+            pages=tuple(table.pages[slot, : table.pages_held[slot]].tolist()),
+            shared=record.shared,
+            slot=slot,
+            state_slot=int(table.state[slot]),
+            state_position=int(table.state_position[slot]),
+            pending=int(table.pending[slot]),
+            checkpoints=dict(record.checkpoints),
+        )
+
+
+def _cached(node: Node) -> CachedNode:
+    assert node.parent is not None, "the root caches nothing"
+    return CachedNode(
+        node=node.id,
+        # the root is id 0
+        parent=node.parent.id or None,
+        tokens=tuple(node.tokens.tolist()),
+        pages=tuple(node.pages.tolist()),
+        checkpoints=dict(node.checkpoints),
+        locks=node.locks,
+    )

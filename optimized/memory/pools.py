@@ -1,0 +1,69 @@
+"""The stored bytes: token rows, index pages, KDA states and tail rings.
+
+Layouts are those that kernels see (SGLang #42178): an index page holds all its
+key bytes and then all its float32 scales; logical page, state slot and ring row
+0 are padding.  With poison, memory that nobody owns is all 0xFF, which is a NaN
+in bf16, e4m3 and float32 alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.memory.allocator import Ids
+from reference.contract import EngineOptions
+from reference.geometry import Geometry, ModelShape
+
+POISON = 0xFF
+
+
+class Pools:
+    """Memory of one engine, on one device.
+
+    Fields:
+        kv: [dsa_layers, pages * logical_page_size, row_bytes] uint8.
+        index: [dsa_layers, pages, index_page_bytes] uint8.
+        state: [state_slots, kda_layers, state_width] float32.
+        ring_key, ring_gate: [dsa_layers, max_requests + 1, ring_size, index_dim] bf16.
+    """
+
+    def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
+        layers, rings = len(shape.dsa_layers), options.max_requests + 1
+        locs = options.pages * geometry.logical_page_size
+        row_bytes = geometry.row_format.row_bytes(shape.latent)
+        page_bytes = geometry.index_page_bytes(shape.index_dim)
+        ring = (layers, rings, geometry.ring_size, shape.index_dim)
+        self._poison = options.poison
+        self._page_size = geometry.logical_page_size
+        self.kv = torch.zeros(layers, locs, row_bytes, dtype=torch.uint8)
+        self.index = torch.zeros(layers, options.pages, page_bytes, dtype=torch.uint8)
+        self.state = torch.zeros(options.state_slots, len(shape.kda_layers), shape.state_width)
+        self.ring_key = torch.zeros(ring, dtype=torch.bfloat16)
+        self.ring_gate = torch.zeros(ring, dtype=torch.bfloat16)
+        if self._poison:
+            for buffer in (self.kv, self.index, self.state, self.ring_key, self.ring_gate):
+                buffer.view(torch.uint8).fill_(POISON)
+
+    def scrub_pages(self, ids: Ids) -> None:
+        """Poison the token rows and index pages of freed logical pages."""
+        if self._poison:
+            pages = torch.from_numpy(ids)
+            rows = self.kv.view(*self.index.shape[:2], self._page_size * self.kv.shape[2])
+            rows.index_fill_(1, pages, POISON)
+            self.index.index_fill_(1, pages, POISON)
+
+    def scrub_states(self, ids: Ids) -> None:
+        """Poison freed state slots."""
+        if self._poison:
+            self.state.view(torch.uint8).index_fill_(0, torch.from_numpy(ids), POISON)
+
+    def scrub_rings(self, ids: Ids) -> None:
+        """Poison freed ring rows."""
+        if self._poison:
+            rows = torch.from_numpy(ids)
+            for ring in (self.ring_key, self.ring_gate):
+                ring.view(torch.uint8).index_fill_(1, rows, POISON)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy one KDA state; a running state is copied, never handed over."""
+        self.state[target] = self.state[source]

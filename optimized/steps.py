@@ -1,0 +1,238 @@
+"""The three steps, once the engine has checked a call and found its memory: extend, decode and
+verify, each a plan, the stores that it names and, with a model, a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimized import addressing, planner
+from optimized.addressing import Array
+from optimized.memory.manager import Memory
+from optimized.memory.requests import Request
+from optimized.model import Model
+from optimized.planner import ChunkPlan, DecodePlan, VerifyPlan
+from optimized.step import Batch, Mark
+from optimized.store import Store
+from reference.contract import EngineOptions, RequestId, Rows, StepOutput, Weights
+from reference.geometry import Geometry, ModelShape
+
+
+class Steps:
+    """Runs steps over `memory`; stamped ones where `weights` is None."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        shape: ModelShape,
+        options: EngineOptions,
+        weights: Weights | None,
+        memory: Memory,
+    ) -> None:
+        self.geometry = geometry
+        self.memory = memory
+        self.max_requests = options.max_requests
+        self.store = Store(
+            geometry, memory.pools, _ape(geometry, shape, options, weights), options.backend
+        )
+        self.model = (
+            None
+            if weights is None
+            else Model(geometry, shape, weights, memory.pools, options.backend)
+        )
+        self._plan_width = 0
+        width = geometry.selection_width
+        self._no_selection = torch.zeros(len(shape.dsa_layers), 0, width, dtype=torch.int64)
+        self._no_logits = torch.zeros(0, shape.vocab)
+        self._refit_plans()
+
+    def extend(
+        self,
+        records: Sequence[Request],
+        stops: Array,
+        rows: Sequence[Rows] | None,
+        outputs_from: Array,
+    ) -> list[StepOutput]:
+        """Prefill each request up to its stop."""
+        table, slots = self.memory.table, _slots(records)
+        starts = table.length[slots]
+        plan = planner.plan_chunk(
+            self.geometry,
+            table.pages,
+            slots,
+            slots,
+            starts,
+            stops,
+            ring_slots=self.max_requests + 1,
+            keep_from=addressing.tail_start(self.geometry, stops),
+        )
+        states, running = self.memory.pools.state, table.state[slots]
+        spans = zip(starts.tolist(), stops.tolist(), strict=True)
+        kept = [self.geometry.state_positions(*span)[:-1] for span in spans]
+        if rows is not None:
+            self._stamp_chunk(plan, rows)
+            for record, lengths, last, given in zip(records, kept, running, rows, strict=True):
+                targets = [*(record.checkpoints[length] for length in lengths), int(last)]
+                states.index_copy_(0, torch.tensor(targets), given.state)
+            return self._silent([record.id for record in records], starts)
+        batch = Batch(
+            tokens=self._tokens(slots, plan),
+            owner=plan.owner,
+            positions=plan.positions,
+            starts=starts,
+            stops=stops,
+            outputs_from=outputs_from,
+            table=table.pages,
+            table_rows=slots,
+            states=states,
+            state_slots=torch.from_numpy(running),
+            marks=[
+                Mark(place, length - int(starts[place]), states[record.checkpoints[length]])
+                for place, record in enumerate(records)
+                for length in kept[place]
+            ],
+            write=partial(self.store.chunk, plan),
+        )
+        return self._forward([record.id for record in records], batch)
+
+    def decode(
+        self, requests: Sequence[RequestId], slots: Array, rows: Rows | None
+    ) -> list[StepOutput]:
+        """Run the token behind the stored positions of each request."""
+        table, pools = self.memory.table, self.memory.pools
+        positions = table.length[slots]
+        self._refit_plans()
+        plan = self.decode_plan
+        plan.refresh(table.pages, slots, positions, table.state[slots])
+        if rows is not None:
+            key, gate = rows.key.bfloat16(), rows.gate.bfloat16()
+            for layer, kv in enumerate(rows.kv):
+                self.store.decode(plan, layer, kv, key[layer], gate[layer])
+            pools.state.index_copy_(0, plan.states, rows.state)
+            return self._silent(requests, positions)
+        batch = Batch(
+            tokens=self._tokens(slots, plan),
+            owner=plan.owner,
+            positions=plan.positions,
+            starts=positions,
+            stops=positions + 1,
+            outputs_from=positions,
+            table=plan.table.pages,
+            table_rows=np.arange(len(slots)),
+            states=pools.state,
+            state_slots=plan.states,
+            marks=[],
+            write=partial(self.store.decode, plan),
+        )
+        return self._forward(requests, batch)
+
+    def verify(
+        self, records: Sequence[Request], stops: Array, rows: Sequence[Rows] | None
+    ) -> list[StepOutput]:
+        """Run the drafts behind the stored positions of each request, whose running state stays
+        as it is: the states after each draft wait in its record."""
+        table, slots = self.memory.table, _slots(records)
+        starts = table.length[slots]
+        self._refit_plans()
+        plan = self.verify_plan
+        plan.refresh(table.pages, slots, starts, stops, ring_slots=self.max_requests + 1)
+        requests = [record.id for record in records]
+        if rows is not None:
+            self._stamp_chunk(plan.chunk, rows)
+            for record, given in zip(records, rows, strict=True):
+                record.draft_states = given.state.clone()
+            return self._silent(requests, starts)
+        scratch = self.memory.pools.state[torch.from_numpy(table.state[slots])]
+        marks = []
+        for place, (record, drafts) in enumerate(zip(records, stops - starts, strict=True)):
+            record.draft_states = scratch.new_empty(int(drafts), *scratch.shape[1:])
+            marks += [Mark(place, i + 1, out) for i, out in enumerate(record.draft_states)]
+        batch = Batch(
+            tokens=self._tokens(slots, plan.chunk),
+            owner=plan.chunk.owner,
+            positions=plan.chunk.positions,
+            starts=starts,
+            stops=stops,
+            outputs_from=starts,
+            table=plan.table.pages,
+            table_rows=np.arange(len(slots)),
+            states=scratch,
+            state_slots=torch.arange(len(slots)),
+            marks=marks,
+            write=partial(self.store.chunk, plan.chunk),
+        )
+        return self._forward(requests, batch)
+
+    def _stamp_chunk(self, plan: ChunkPlan, rows: Sequence[Rows]) -> None:
+        """Store the rows of a stamped extend or verify."""
+        kv, key, gate = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            for parts in ([r.kv for r in rows], [r.key for r in rows], [r.gate for r in rows])
+        )
+        key, gate = key.bfloat16(), gate.bfloat16()
+        for layer in range(len(kv)):
+            self.store.chunk(plan, layer, kv[layer], key[layer], gate[layer])
+
+    def _tokens(self, slots: Array, plan: ChunkPlan | DecodePlan) -> Tensor:
+        """[rows] int64: the tokens of a plan's rows."""
+        owner, positions = plan.owner.numpy(), plan.positions.numpy()
+        return torch.from_numpy(self.memory.table.tokens[slots[owner], positions])
+
+    def _forward(self, requests: Sequence[RequestId], batch: Batch) -> list[StepOutput]:
+        assert self.model is not None, "a stamped step has no forward"
+        # without views and versions to track, the many small operators cost half
+        with torch.inference_mode():
+            computed = self.model.forward(batch)
+        selected, logits = (result.clone() for result in computed)
+        outputs = (batch.stops - batch.outputs_from).tolist()
+        return [
+            StepOutput(request=request, start=start, selected=choice, logits=logit)
+            for request, start, choice, logit in zip(
+                requests,
+                batch.outputs_from.tolist(),
+                selected.split(outputs, dim=1),
+                logits.split(outputs),
+                strict=True,
+            )
+        ]
+
+    def _silent(self, requests: Sequence[RequestId], starts: Array) -> list[StepOutput]:
+        """What a stamped step returns."""
+        return [
+            StepOutput(
+                request=request,
+                start=start,
+                selected=self._no_selection,
+                logits=self._no_logits,
+            )
+            for request, start in zip(requests, starts.tolist(), strict=True)
+        ]
+
+    def _refit_plans(self) -> None:
+        """Make plan buffers anew where the page table has outgrown them."""
+        width = self.memory.table.pages.shape[1]
+        if width > self._plan_width:
+            self._plan_width = width
+            size = {"capacity": self.max_requests, "width": width}
+            self.decode_plan = DecodePlan(self.geometry, **size)
+            self.verify_plan = VerifyPlan(self.geometry, **size)
+
+
+def _slots(records: Sequence[Request]) -> Array:
+    return np.array([record.slot for record in records], dtype=np.int64)
+
+
+def _ape(
+    geometry: Geometry, shape: ModelShape, options: EngineOptions, weights: Weights | None
+) -> Tensor:
+    """[dsa_layers, kpool, index_dim] float32: position weights of the pooling."""
+    zeros = torch.zeros(len(shape.dsa_layers), geometry.kpool, shape.index_dim)
+    if weights is not None:
+        for i, layer in enumerate(shape.dsa_layers):
+            zeros[i] = weights[f"layers.{layer}.ape"]
+        return zeros
+    return zeros if options.ape is None else options.ape.float()

@@ -1,0 +1,81 @@
+"""The store path: new rows into the pools, through the kernels, as the step's plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from optimized.kernels import decode_update, kv_store, pool_store
+from optimized.memory.pools import Pools
+from optimized.planner import ChunkPlan, DecodePlan
+from reference.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Writes a DSA layer's rows.
+
+    `ape` is [dsa_layers, kpool, index_dim] float32.  In both methods `kv` is [rows, latent]
+    float32, `key` and `gate` [rows, index_dim] bf16.
+    """
+
+    geometry: Geometry
+    pools: Pools
+    ape: Tensor
+    backend: str
+
+    def chunk(self, plan: ChunkPlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
+        """Store several positions a request.  The rings are written last: the first group may
+        still read what the chunk's own rows replace."""
+        self._rows(layer, plan.locs, kv)
+        ring_key, ring_gate = (ring[layer].flatten(0, 1) for ring in self._rings)
+        if len(plan.index_slots):
+            pool_store.pool_store(
+                self.pools.index[layer],
+                plan.index_slots,
+                plan.sources,
+                ring_key,
+                ring_gate,
+                key,
+                gate,
+                self.ape[layer],
+                index_page_size=self.geometry.index_page_size,
+                round_scale=self.geometry.round_scale,
+                backend=self.backend,
+            )
+        ring_key.index_copy_(0, plan.ring_rows, key.index_select(0, plan.ring_sources))
+        ring_gate.index_copy_(0, plan.ring_rows, gate.index_select(0, plan.ring_sources))
+
+    def decode(self, plan: DecodePlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
+        """Store one position a request."""
+        self._rows(layer, plan.locs, kv)
+        ring_key, ring_gate = (ring[layer] for ring in self._rings)
+        decode_update.decode_update(
+            self.pools.index[layer],
+            ring_key,
+            ring_gate,
+            key,
+            gate,
+            plan.rings,
+            plan.positions,
+            plan.index_slots,
+            self.ape[layer],
+            kpool=self.geometry.kpool,
+            index_page_size=self.geometry.index_page_size,
+            round_scale=self.geometry.round_scale,
+            backend=self.backend,
+        )
+
+    @property
+    def _rings(self) -> tuple[Tensor, Tensor]:
+        return self.pools.ring_key, self.pools.ring_gate
+
+    def _rows(self, layer: int, locs: Tensor, kv: Tensor) -> None:
+        kv_store.kv_store(
+            self.pools.kv[layer],
+            locs,
+            kv,
+            row_format=self.geometry.row_format,
+            backend=self.backend,
+        )
