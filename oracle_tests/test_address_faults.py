@@ -156,15 +156,14 @@ def test_the_published_case_of_41494() -> None:
     then exactly the groups 80 to 95 of A hold B's keys.  Pages of 256 share 256 tokens, and
     no key of A is lost."""
 
-    def lost(first: list[int], second: list[int], rule: Rule, shared: int) -> list[int]:
-        """Groups of `first` in whose slot `second` wrote a key of its own."""
-        groups = len(first) * size // 4
-        written = {rule(second, j, 4, 64) for j in range(shared // 4, groups)}
+    def lost(rule: Rule, first: list[int], second: list[int], page: int) -> list[int]:
+        """Groups of `first` in whose slot `second` wrote a key; all pages but the last are
+        shared, so only the groups of its last page are its own."""
+        groups = len(first) * page // 4
+        written = {rule(second, j, 4, 64) for j in range(groups - page // 4, groups)}
         return [j for j in range(groups) if rule(first, j, 4, 64) in written]
 
-    size = 64
     a, b = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]
-    assert lost(a, b, head_page_rule, 320) == list(range(80, 96))
-    assert lost(a, b, slot_of_physical_pages, 320) == []
-    size = 256
-    assert lost([1, 2], [1, 3], slot_of_logical_pages, 256) == []
+    assert lost(head_page_rule, a, b, 64) == list(range(80, 96))
+    assert lost(slot_of_physical_pages, a, b, 64) == []
+    assert lost(slot_of_logical_pages, [1, 2], [1, 3], 256) == []

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import addressing
-from reference.geometry import Geometry, Group, IndexSlot, Position
+from reference.geometry import Geometry, Group, IndexSlot, LogicalPage, Position
 
 KPOOLS = (1, 2, 4, 8)
 
@@ -40,7 +40,7 @@ class Case:
     """A geometry and a page table of distinct pages in any order, none of them padding."""
 
     geometry: Geometry
-    pages: tuple[int, ...]
+    pages: tuple[LogicalPage, ...]
 
     @property
     def positions(self) -> int:
@@ -62,7 +62,9 @@ class Case:
         ]
 
 
-tables = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(tuple)
+tables = st.lists(st.integers(1, 40).map(LogicalPage), min_size=1, max_size=4, unique=True).map(
+    tuple
+)
 cases = st.builds(Case, geometries, tables)
 quick = settings(max_examples=60, deadline=None)
 
@@ -119,7 +121,7 @@ def test_physical_pages_are_the_runs_of_the_logical_ones(case: Case) -> None:
 
 @quick
 @given(st.integers(1, 64), tables)
-def test_kpool_1_is_unpooled_addressing(page: int, pages: tuple[int, ...]) -> None:
+def test_kpool_1_is_unpooled_addressing(page: int, pages: tuple[LogicalPage, ...]) -> None:
     case = Case(geometry_of(1, page), pages)
     assert case.slots() == case.locs()
     assert addressing.physical_pages(pages, case.geometry) == pages

@@ -112,16 +112,20 @@ def verify(engine: Engine, request: RequestId, tokens: Sequence[int]) -> None:
     engine.verify([Drafts(request=request, tokens=tokens, rows=stamped)])
 
 
-def value_objects() -> list[type]:
-    members = vars(contract).values()
-    return [c for c in members if dataclasses.is_dataclass(c) and c.__module__ == contract.__name__]
-
-
 def test_messages_are_frozen_slotted_and_keyword_only() -> None:
-    found = value_objects()
-    assert {c.__name__ for c in found} >= {"Rows", "Chunk", "Snapshot", "EngineOptions", "System"}
-    for cls in found:
-        assert cls.__dataclass_params__.frozen, cls.__name__
+    ours = [c for c in vars(contract).values() if inspect.isclass(c)]
+    messages = [
+        c for c in ours if dataclasses.is_dataclass(c) and c.__module__ == contract.__name__
+    ]
+    assert {c.__name__ for c in messages} >= {
+        "Rows",
+        "Chunk",
+        "Snapshot",
+        "EngineOptions",
+        "System",
+    }
+    for cls in messages:
+        assert vars(cls)["__dataclass_params__"].frozen, cls.__name__
         assert "__slots__" in vars(cls), cls.__name__
         kinds = {p.kind for p in inspect.signature(cls).parameters.values()}
         assert kinds == {inspect.Parameter.KEYWORD_ONLY}, cls.__name__

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from reference.geometry import Geometry, GeometryError, IndexSharding, ModelShape, RowFormat
 
 TOKENS, SLOTS, NONE = IndexSharding.TOKENS, IndexSharding.SLOTS, IndexSharding.NONE
-TINY = {"kpool": 4, "physical_page_size": 8, "topk": 16, "mamba_track_interval": 64}
-UNPOOLED = {"kpool": 1, "physical_page_size": 8, "topk": 16, "mamba_track_interval": 8}
+TINY: dict[str, Any] = {"kpool": 4, "physical_page_size": 8, "topk": 16, "mamba_track_interval": 64}
+UNPOOLED: dict[str, Any] = {
+    "kpool": 1,
+    "physical_page_size": 8,
+    "topk": 16,
+    "mamba_track_interval": 8,
+}
 
 
 class Rejection(NamedTuple):
@@ -250,7 +255,7 @@ def test_geometry_and_shape_are_frozen_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         shape.layers = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Geometry(4)  # type: ignore[misc]
+        Geometry(4)  # type: ignore[call-arg]
 
 
 def test_glm_shape_alternates_three_kda_layers_and_one_dsa_layer() -> None:

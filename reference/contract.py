@@ -242,7 +242,7 @@ class Engine(Protocol):
     def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
         """Admit a request; match its tokens with the cache, lock what it shares, and start
         its state from the hit's checkpoint.  Its length is then the hit.  Takes a ring row and
-        a state slot; raises OutOfMemory without one."""
+        a state slot; raises OutOfMemory without one, and InvalidCall without tokens."""
         ...
 
     def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
@@ -320,7 +320,7 @@ class EngineFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A named engine that a campaign can run: its factory, and what it lacks."""
+    """A named engine that a campaign can run: its factory, and what it can do."""
 
     name: str
     version: str

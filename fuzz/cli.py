@@ -1,0 +1,296 @@
+"""`kvoracle`: the command line over everything here.
+
+Every subcommand prints tables on standard output, progress on standard error, and with `--json
+FILE` writes its whole result.  Exit status: 0 when all holds, 1 when something was found or a
+bar was missed, 2 when the input is of no use.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter, validators
+from rich.console import Console
+from rich.table import Table
+
+import systems
+from fuzz import campaign, case, mutants, targets
+from fuzz.mutants import report as kill_report
+from fuzz.run import Outcome, execute
+from fuzz.stamps import StampError
+from fuzz.tape import Tape
+from fuzz.targets.setup import Pin
+from fuzz.terminal import UsageError, bars, check_writable, write_json
+from fuzz.verify.mooncake import TraceError
+from fuzz.verify.report import run_verify, tables
+from reference.contract import ContractError
+from reference.geometry import Geometry, GeometryError, RowFormat
+
+BAD_INPUT = (
+    UsageError,
+    GeometryError,
+    StampError,
+    TraceError,
+    ContractError,
+    case.CaseError,
+    targets.UnknownTarget,
+    mutants.UnknownMutant,
+    systems.UnknownSystem,
+)
+EXIT_BAD_INPUT = 2
+
+JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
+Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
+app = App(
+    name="kvoracle",
+    help="Correctness oracle and fuzzer for the KV-cache paths of LLM serving engines.",
+)
+out, err = Console(), Console(stderr=True)
+
+
+@app.command
+def verify(
+    *,
+    trace: Path | None = None,
+    quick: bool = False,
+    processes: Processes = 2,
+    json: JsonFile = None,
+) -> int:
+    """Run the reference and the optimized engine on the same requests and hold every figure to
+    its bar: NIAH, the copy experiment, hit lengths, the capacity model, a request trace.
+
+    Parameters
+    ----------
+    trace
+        Requests in Mooncake's format, one JSON object a line.  Without it, a trace with the same
+        statistics is generated.
+    quick
+        Small sizes, for a first look.
+    processes
+        Worker processes.
+    """
+    check_writable(json)
+    with bars(err) as tick:
+        report = run_verify(trace, quick=quick, processes=processes, progress=tick)
+    for table in tables(report):
+        out.print(table)
+    write_json(json, report)
+    return 0 if report.passed else 1
+
+
+@app.command
+def fuzz(
+    target: str,
+    *,
+    executions: Positive | None = None,
+    seconds: Positive | None = None,
+    seed: int = 0,
+    processes: Processes = 1,
+    system: str = "optimized",
+    mutant: str | None = None,
+    payload: Literal["stamped", "model"] | None = None,
+    kpool: int | None = None,
+    physical_page_size: int | None = None,
+    row_format: RowFormat | None = None,
+    cases: Path = Path("out/cases"),
+    json: JsonFile = None,
+) -> int:
+    """Search for a failure.  Each is shrunk and saved as a case that `kvoracle replay` runs.
+
+    Parameters
+    ----------
+    target
+        What to do to the engine: prefix_split or slot_reuse.
+    executions
+        Stop after so many (1,000 if `seconds` is not given either).
+    seconds
+        Stop after so many.
+    seed
+        The first seed; they count up from it.
+    mutant
+        Plant this fault first.
+    payload
+        Only stamped runs, or only runs of a model.
+    kpool, physical_page_size, row_format
+        Fix this part of the geometry, which the tape would draw.
+    cases
+        Folder for the cases.
+    """
+    check_writable(json)
+    pin = Pin(
+        payload=payload,
+        kpool=kpool,
+        physical_page_size=physical_page_size,
+        row_format=row_format,
+    )
+    targets.find(target)
+    systems.load(system)
+    if mutant is not None:
+        mutants.find(mutant)
+    if executions is None and seconds is None:
+        executions = 1000
+    plan = campaign.Plan(
+        target=target,
+        system=system,
+        mutant=mutant,
+        pin=pin,
+        executions=executions,
+        seconds=seconds,
+        seed=seed,
+        processes=processes,
+    )
+    total = executions if executions is not None else 0
+    with bars(err) as tick:
+        summary = campaign.run(plan, progress=lambda done, _: tick(target, done, total or done))
+    _print_summary(summary)
+    for number, failure in enumerate(summary.failures):
+        path = cases / f"{target}-{failure.signature.replace('/', '-')}-{failure.seed}.json"
+        saved = case.case_of(failure.outcome, system=system, path=path, pin=pin, mutant=mutant)
+        case.save(saved, path)
+        out.print(f"\n[bold]failure {number + 1}[/]: {failure.signature}, {failure.count} times")
+        _print_outcome(failure.outcome)
+        out.print(saved.replay, soft_wrap=True)
+    write_json(json, summary)
+    return 0 if summary.passed else 1
+
+
+@app.command
+def replay(file: Path, *, json: JsonFile = None) -> int:
+    """Run a saved case again, up to its first violation.  Exit status 1 if it still fails.
+
+    Parameters
+    ----------
+    file
+        A case that `kvoracle fuzz` saved.
+    """
+    check_writable(json)
+    saved = case.load(file)
+    system, target = systems.load(saved.system), targets.find(saved.target)
+    with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
+        outcome = execute(system, target, Tape(saved.values), pin=saved.pin)
+    _print_outcome(outcome)
+    if not outcome.failed:
+        out.print("This case no longer fails.")
+    write_json(json, outcome)
+    return 1 if outcome.failed else 0
+
+
+@app.command(name="mutants")
+def kill(
+    *names: str,
+    seeds: Positive = 10,
+    processes: Processes = 2,
+    seconds: Positive = 60,
+    json: JsonFile = None,
+) -> int:
+    """Plant each fault and report how the harness finds it: the kill report.
+
+    Parameters
+    ----------
+    names
+        Only these; all without names.
+    seeds
+        Searches for each, of which the medians are shown.
+    seconds
+        Give a search up after so many.
+    """
+    check_writable(json)
+    for name in names:
+        mutants.find(name)
+    with bars(err) as tick:
+        rows = kill_report.report(
+            names or mutants.names(),
+            seeds=seeds,
+            processes=processes,
+            budget_s=seconds,
+            progress=lambda done, total: tick("mutants", done, total),
+        )
+    out.print(kill_report.table(rows))
+    write_json(json, rows)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+@app.command
+def geometry(
+    *,
+    kpool: int = 4,
+    physical_page_size: int = 64,
+    topk: int = 2048,
+    mamba_track_interval: int = 256,
+    max_drafts: int = 0,
+    dcp_size: int = 1,
+    index_dim: int = 128,
+    device_buffer_size: int | None = None,
+    json: JsonFile = None,
+) -> int:
+    """Check a geometry as a server must at start-up, and print the sizes that follow from it."""
+    check_writable(json)
+    checked = Geometry(
+        kpool=kpool,
+        physical_page_size=physical_page_size,
+        topk=topk,
+        mamba_track_interval=mamba_track_interval,
+        max_drafts=max_drafts,
+        dcp_size=dcp_size,
+        device_buffer_size=device_buffer_size,
+    )
+    sizes = {
+        "logical page, tokens": checked.logical_page_size,
+        "physical pages of a logical page": checked.kpool,
+        "index page, slots": checked.index_page_size,
+        "index page, bytes": checked.index_page_bytes(index_dim),
+        "tail ring, rows": checked.ring_size,
+        "selected groups": checked.topk_groups,
+        "selection width, columns": checked.selection_width,
+    }
+    table = Table("size", "value")
+    for name, value in sizes.items():
+        table.add_row(name, str(value))
+    out.print(table)
+    write_json(json, sizes)
+    return 0
+
+
+def _print_summary(summary: campaign.Summary) -> None:
+    table = Table("campaign", summary.plan.target)
+    table.add_row("executions", f"{summary.executions:,}")
+    table.add_row("operations", f"{summary.operations:,}")
+    table.add_row("executions a second and core", f"{summary.executions_per_second_and_core:.0f}")
+    table.add_row("seconds", f"{summary.seconds:.1f}")
+    for stage, ratio in sorted(summary.ratios.items()):
+        table.add_row(f"largest error / bound, {stage}", f"{ratio:.3g}")
+    for event, count in summary.events.items():
+        table.add_row(f"seen: {event}", f"{count:,}")
+    for event in summary.missing:
+        table.add_row(f"[bold red]never seen: {event}[/]", "run more executions")
+    for operation in summary.skipped:
+        table.add_row(f"skipped: {operation}", f"{summary.plan.system} cannot")
+    table.add_row("failures", str(sum(failure.count for failure in summary.failures)))
+    out.print(table)
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    out.print(outcome.setup, soft_wrap=True)
+    for number, operation in enumerate(outcome.operations):
+        out.print(f"  {number + 1}. {operation.text}", soft_wrap=True)
+    for violation in outcome.violations:
+        out.print(f"  [red]{violation.oracle}[/]: {violation.sentence}", soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the `kvoracle` command."""
+    try:
+        status = app(sys.argv[1:], result_action="return_value")
+    except BAD_INPUT as error:
+        print(f"kvoracle: {error}", file=sys.stderr)
+        status = EXIT_BAD_INPUT
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

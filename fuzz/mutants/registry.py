@@ -1,0 +1,153 @@
+"""What a mutant is, how one is written, and how it is put on the engine.
+
+A mutant is a function that stands in for one of the product's.  It is named after its fault, its
+docstring is the one sentence that says what goes wrong, and it is handed the function that it
+replaces, so that most are a line or two:
+
+    @mutant("optimized.addressing.tail_start", bug="own", killed_by=("provenance",))
+    def tail_one_short(original, geometry, length):
+        '''An extend keeps one key too few in the tail ring.'''
+        return original(geometry, length) + 1
+
+The product knows nothing of it: the function is found by its dotted name and patched from
+outside.  A mutant must be well behaved.  It raises nothing of its own, and a wrong address that
+it makes up still lies in the buffer, since only an oracle's verdict counts as a kill.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+from unittest.mock import patch
+
+from fuzz.targets.setup import Payload, Pin
+
+Body = Callable[..., Any]
+MODULES = ("head_pages", "addresses", "plans", "pooling", "selection", "sharing", "states")
+"""Files of this package that hold mutants, in the order of the report."""
+
+
+class UnknownMutant(ValueError):
+    """No mutant has that name; the message says where they are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One planted fault.
+
+    Fields:
+        bug: id of the public report that it re-creates, or "own".
+        sentence: what the faulty engine does.
+        patches: dotted names of the functions that it replaces, each with its stand-in.
+        killed_by: the oracles that may find it first.
+        target: the fuzz target that should find it.
+        payload: the kind of run in which it shows.
+        needs: "address" where it shows only at addresses beyond any pool's size: then it is
+            killed by comparing addresses, without memory (`fuzz.mutants.report`).
+        equivalence: the test that proves that it cannot matter; None for those to be killed.
+    """
+
+    name: str
+    bug: str
+    sentence: str
+    patches: Mapping[str, Body]
+    killed_by: tuple[str, ...]
+    target: str
+    payload: Payload
+    needs: Literal["address"] | None
+    equivalence: str | None
+
+    @property
+    def pin(self) -> Pin:
+        """Choices that a search for it takes out of the tape's hands."""
+        return Pin(payload=self.payload)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, engines have the fault: those that exist and those that are built."""
+        with ExitStack() as stack:
+            for name, body in self.patches.items():
+                owner, _, attribute = name.rpartition(".")
+                holder = pkgutil.resolve_name(owner)
+                faulty = _standing_in(getattr(holder, attribute), body)
+                stack.enter_context(patch.object(holder, attribute, faulty))
+            yield
+
+
+def _standing_in(original: Body, body: Body) -> Body:
+    @functools.wraps(original)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return body(original, *args, **kwargs)
+
+    return faulty
+
+
+_REGISTERED: dict[str, Mutant] = {}
+
+
+def mutant(
+    *where: str,
+    bug: str,
+    killed_by: tuple[str, ...],
+    also: Mapping[str, Body] = MappingProxyType({}),
+    target: str = "prefix_split",
+    payload: Payload = "stamped",
+    needs: Literal["address"] | None = None,
+    equivalence: str | None = None,
+) -> Callable[[Body], Body]:
+    """Register the decorated function as a mutant of the functions called `where`; `also` are
+    stand-ins for further ones."""
+
+    def register(body: Body) -> Body:
+        name = body.__name__
+        assert name not in _REGISTERED, f"two mutants are called {name}"
+        assert body.__doc__, f"mutant {name} says nothing of its fault"
+        _REGISTERED[name] = Mutant(
+            name=name,
+            bug=bug,
+            sentence=" ".join(body.__doc__.split()),
+            patches={**dict.fromkeys(where, body), **also},
+            killed_by=killed_by,
+            target=target,
+            payload=payload,
+            needs=needs,
+            equivalence=equivalence,
+        )
+        return body
+
+    return register
+
+
+@functools.cache
+def registered() -> dict[str, Mutant]:
+    """All mutants by name, in the order of the report."""
+    for module in MODULES:
+        importlib.import_module(f"fuzz.mutants.{module}")
+    return _REGISTERED
+
+
+def names() -> tuple[str, ...]:
+    """The names that `find` takes."""
+    return tuple(registered())
+
+
+def find(name: str) -> Mutant:
+    """The mutant called `name`.
+
+    Raises:
+        UnknownMutant: with one sentence that names those that are spelt alike.
+    """
+    if name not in registered():
+        like = difflib.get_close_matches(name, registered(), cutoff=0.0)
+        raise UnknownMutant(
+            f"There is no mutant {name!r}: choose one of docs/mutants.md, such as "
+            f"{' or '.join(like)}."
+        )
+    return registered()[name]

@@ -1,0 +1,265 @@
+"""The kill report: by which oracle each mutant is found, how soon, and in how small a case.
+
+A search runs a mutant's target from an empty corpus until an oracle objects.  A crash of the
+engine is not a kill: the search goes on, and counts it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pkgutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from rich.table import Table
+
+import systems
+from fuzz import targets
+from fuzz.mutants.registry import Mutant, find, names
+from fuzz.run import Outcome, execute
+from fuzz.shrink import shrink
+from fuzz.tape import SplitMix, Tape
+from reference.addressing import locs_at
+from reference.geometry import Geometry
+
+SEARCHES_APART = 1 << 20
+"""Executions of one search at most, so that no two searches share a tape."""
+SHRINKING = 400
+"""Executions spent on the shrunk case."""
+EQUIVALENT = 100
+"""Executions in which a mutant that is proved equivalent must not be found."""
+
+Verdict = Literal["killed", "survived", "equivalent", "contradicts its proof"]
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True):
+    """One search.
+
+    Fields:
+        oracle, component: of the first violation; None of a survivor.
+        executions, cpu_seconds: up to the violation, or of the whole search.
+        crashes: executions in which the engine raised what it may not.
+        sentence: the oracle's.
+        outcome: the failing run, None of a survivor or an address.
+    """
+
+    oracle: str | None = None
+    component: str | None = None
+    executions: int
+    cpu_seconds: float
+    crashes: int = 0
+    sentence: str = ""
+    outcome: Outcome | None = None
+
+
+class KillRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One mutant's line of the report.
+
+    Fields:
+        oracles: which oracle found it, in how many searches.
+        executions, cpu_seconds: medians over the searches that found it.
+        operations, tokens: of the shrunk case; 0 where there is none.
+        case: the shrunk case, readable; violation: what the oracle says of it.
+        survived: searches that found nothing; crashes: executions that crashed.
+    """
+
+    name: str
+    bug: str
+    sentence: str
+    target: str
+    payload: str
+    verdict: Verdict
+    proof: str | None
+    oracles: dict[str, int]
+    executions: float
+    cpu_seconds: float
+    operations: int
+    tokens: int
+    case: list[str]
+    violation: str
+    survived: int
+    crashes: int
+
+    @property
+    def passed(self) -> bool:
+        """Found in every search, by an oracle that was named; or equivalent, and not found."""
+        if self.verdict == "killed":
+            return not self.survived and self.oracles.keys() <= set(find(self.name).killed_by)
+        return self.verdict == "equivalent"
+
+
+class _Search(msgspec.Struct, frozen=True, kw_only=True):
+    """A search and, if it was asked for, its shrunk case."""
+
+    name: str
+    kill: Kill
+    shrunk: Outcome | None = None
+
+
+def kill(
+    mutant: Mutant, *, seed: int, executions: int = SEARCHES_APART, budget_s: float = 60.0
+) -> Kill:
+    """Search for the mutant with fresh tapes, at most so many and so many seconds of CPU."""
+    if mutant.needs == "address":
+        with mutant.applied():
+            return _wrong_address(seed)
+    target, crashes = targets.find(mutant.target), 0
+    most = min(executions, EQUIVALENT if mutant.equivalence else SEARCHES_APART)
+    with mutant.applied():
+        system = systems.load("optimized")
+        began, i = time.process_time(), 0
+        while i < most and time.process_time() - began < budget_s:
+            outcome = execute(system, target, Tape(seed=seed * SEARCHES_APART + i), pin=mutant.pin)
+            i += 1
+            if not outcome.failed:
+                continue
+            first = outcome.violations[0]
+            if first.oracle == "crash":
+                crashes += 1
+                continue
+            return Kill(
+                oracle=first.oracle,
+                component=first.component,
+                executions=i,
+                cpu_seconds=time.process_time() - began,
+                crashes=crashes,
+                sentence=first.sentence,
+                outcome=outcome,
+            )
+    return Kill(executions=i, cpu_seconds=time.process_time() - began, crashes=crashes)
+
+
+def _wrong_address(seed: int) -> Kill:
+    """Compare the locs that the engine computes with the reference's, for page ids of up to 40
+    bits, which no pool in memory has."""
+    began, random, geometry = time.process_time(), SplitMix(seed), Geometry()
+    locs = pkgutil.resolve_name("optimized.addressing.locs")
+    positions = np.arange(geometry.logical_page_size)
+    for i in range(1000):
+        pages = (1 + random.below(1 << random.below(33)),)
+        computed = locs(geometry, np.array([pages]), 0, positions)
+        expected = locs_at(pages, positions, geometry)
+        wrong = np.flatnonzero(computed != expected)
+        if wrong.size:
+            at = int(wrong[0])
+            return Kill(
+                oracle="exact",
+                component="address",
+                executions=i + 1,
+                cpu_seconds=time.process_time() - began,
+                sentence=(
+                    f"Position {at} of page {pages[0]} should be at loc {expected[at]}; it is at "
+                    f"{computed[at]}."
+                ),
+            )
+    return Kill(executions=1000, cpu_seconds=time.process_time() - began)
+
+
+def shrunk(mutant: Mutant, failing: Outcome) -> Outcome:
+    """The smallest case of the failure that SHRINKING executions find."""
+    target = targets.find(mutant.target)
+    with mutant.applied():
+        system = systems.load("optimized")
+
+        def run(values: Sequence[int]) -> Outcome:
+            return execute(system, target, Tape(values), pin=mutant.pin)
+
+        return shrink(run, failing, executions=SHRINKING)
+
+
+def report(
+    wanted: Sequence[str] = (),
+    *,
+    seeds: int = 10,
+    processes: int = 1,
+    budget_s: float = 60.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[KillRow]:
+    """Search `seeds` times for each of the `wanted` mutants, all without any, and shrink the
+    first case of each; `progress` is told the searches done and those in all.
+
+    Raises:
+        UnknownMutant: where a name is none.
+    """
+    mutants = [find(name) for name in wanted or names()]
+    jobs = [(mutant.name, seed, budget_s) for mutant in mutants for seed in range(seeds)]
+    found: dict[str, list[_Search]] = {mutant.name: [] for mutant in mutants}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        running = [pool.submit(_search, *job) for job in jobs]
+        for done, future in enumerate(as_completed(running), start=1):
+            search = future.result()
+            found[search.name].append(search)
+            progress(done, len(jobs))
+    return [_row(mutant, found[mutant.name]) for mutant in mutants]
+
+
+def _search(name: str, seed: int, budget_s: float) -> _Search:
+    """One search, in this process."""
+    _warm_up()
+    mutant = find(name)
+    found = kill(mutant, seed=seed, budget_s=budget_s)
+    # one shrunk case a mutant is enough: those of other seeds end in the same (test_shrink)
+    case = shrunk(mutant, found.outcome) if seed == 0 and found.outcome else None
+    return _Search(name=name, kill=msgspec.structs.replace(found, outcome=None), shrunk=case)
+
+
+@cache
+def _warm_up() -> None:
+    """What a process pays once is no part of a search."""
+    torch.set_num_threads(1)
+    execute(systems.load("optimized"), targets.find("prefix_split"), Tape(seed=0))
+
+
+def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
+    kills = [search.kill for search in searches if search.kill.oracle]
+    case = next((search.shrunk for search in searches if search.shrunk), None)
+    timed = kills or [search.kill for search in searches]
+    if mutant.equivalence:
+        verdict: Verdict = "contradicts its proof" if kills else "equivalent"
+    else:
+        verdict = "killed" if kills else "survived"
+    return KillRow(
+        name=mutant.name,
+        bug=mutant.bug,
+        sentence=mutant.sentence,
+        target=mutant.target,
+        payload=mutant.payload,
+        verdict=verdict,
+        proof=mutant.equivalence,
+        oracles=dict(Counter(kill.oracle for kill in kills if kill.oracle)),
+        executions=statistics.median(kill.executions for kill in timed),
+        cpu_seconds=statistics.median(kill.cpu_seconds for kill in timed),
+        operations=len(case.operations) if case else 0,
+        tokens=case.tokens if case else 0,
+        case=[operation.text for operation in case.operations] if case else [],
+        violation=case.violations[0].sentence if case else "",
+        survived=len(searches) - len(kills),
+        crashes=sum(search.kill.crashes for search in searches),
+    )
+
+
+def table(rows: Sequence[KillRow]) -> Table:
+    """The report for a terminal."""
+    out = Table("mutant", "bug", "verdict", "by", "executions", "seconds", "shrunk to")
+    for row in rows:
+        by = ", ".join(sorted(row.oracles, key=row.oracles.__getitem__, reverse=True))
+        missed = f", but not {row.survived} times" if row.oracles and row.survived else ""
+        out.add_row(
+            row.name,
+            row.bug,
+            row.verdict + missed,
+            by or (row.proof or ""),
+            f"{row.executions:g}",
+            f"{row.cpu_seconds:.2f}",
+            f"{row.operations} operations, {row.tokens} tokens" if row.operations else "",
+        )
+    return out

@@ -1,0 +1,215 @@
+"""One execution: a tape, a target, an engine, and the verdict of all oracles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import cast
+
+import msgspec
+
+from fuzz.oracles.containment import Containment
+from fuzz.oracles.exact import Exact
+from fuzz.oracles.metamorphic import Metamorphic
+from fuzz.oracles.numeric import Numeric
+from fuzz.oracles.provenance import Provenance
+from fuzz.oracles.view import Viewer
+from fuzz.stamps import Stamper
+from fuzz.step import EngineCrash, Guarded, Oracle, Step, Violation, World
+from fuzz.tape import Span, Tape
+from fuzz.targets import Target
+from fuzz.targets.events import Events
+from fuzz.targets.session import KINDS, NEEDS, Session
+from fuzz.targets.setup import Pin, Setup, draw_setup, model_weights
+from reference.contract import (
+    Capability,
+    Component,
+    ContractError,
+    Engine,
+    EngineOptions,
+    System,
+)
+from reference.geometry import Geometry, ModelShape
+
+STOP_WEIGHT = 0.8
+NO_PIN = Pin()
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One operation of a run: in words, the requests that it was about (none if there was
+    nothing to do), and the tokens of all prompts, decodes and drafts so far."""
+
+    text: str
+    requests: list[int]
+    tokens: int
+    idle: bool
+
+
+class Outcome(msgspec.Struct, kw_only=True, frozen=True):
+    """What one execution did and what was wrong with it.
+
+    Fields:
+        values, bounds, spans: the tape as it was read, in its normal form.
+        operations: the last one failed if there are violations.
+        violations: of the first operation that had any.
+        digest: of all choices, outputs, accounts and buffers.
+        events: what happened how often.
+        ratios: of a model run, the largest error by its bound, by stage (`reference.bounds`).
+        requests, tokens: the size of the case.
+        skipped: operations left out because the engine lacks a capability.
+        setup: geometry and pools, readable.
+    """
+
+    target: str
+    values: list[int]
+    bounds: list[int]
+    spans: list[Span]
+    operations: list[Operation]
+    violations: list[Violation]
+    digest: str
+    events: dict[str, int]
+    ratios: dict[str, float]
+    requests: int
+    tokens: int
+    skipped: list[str]
+    setup: str
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.violations)
+
+    @property
+    def signature(self) -> str | None:
+        """Of the first violation; None of a clean run."""
+        return self.violations[0].signature if self.violations else None
+
+
+def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) -> Outcome:
+    """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
+    if Capability.MODEL not in system.capabilities:
+        pin = msgspec.structs.replace(pin, payload="stamped")
+    setup = draw_setup(tape, target.ranges, pin)
+    run = _Run(system, setup, tape)
+    violations, operations = run.play(target, pin.operations or target.operations)
+    session = run.session
+    return Outcome(
+        target=target.name,
+        values=tape.values,
+        bounds=tape.bounds,
+        spans=tape.spans,
+        operations=operations,
+        violations=violations,
+        digest=run.digest(),
+        events=dict(session.seen),
+        ratios=run.numeric.ratios,
+        requests=len(run.world.clients),
+        tokens=session.tokens,
+        skipped=[kind for kind, need in NEEDS.items() if need not in system.capabilities],
+        setup=f"{setup.geometry}, {setup.options.pages} pages, {setup.payload}",
+    )
+
+
+class _Run:
+    """One engine with its caller, its oracles and its digest."""
+
+    def __init__(self, system: System, setup: Setup, tape: Tape) -> None:
+        stamped = setup.payload == "stamped"
+        weights = None if stamped else model_weights(setup.geometry)
+        ape = stamper_of(setup.geometry, setup.shape).ape if stamped else None
+
+        def build(options: EngineOptions) -> Engine:
+            return system.factory(setup.geometry, setup.shape, options, weights)
+
+        # For any one request.
+        ample = replace(setup.options, pages=64, state_slots=64, max_requests=1)
+        engine = build(replace(setup.options, ape=ape))
+        # Judged by the engine's own geometry: it may have its own idea of a page.
+        self.world = World(
+            engine=cast(Engine, Guarded(engine)),
+            geometry=engine.geometry,
+            shape=setup.shape,
+            options=setup.options,
+            stamper=stamper_of(engine.geometry, setup.shape),
+            clients={},
+            weights=weights,
+        )
+        self.session = Session(
+            self.world, tape, max_tokens=setup.max_tokens, max_length=setup.max_length
+        )
+        self._events = Events(self.world, self.session.seen)
+        viewer = Viewer(self.world)
+        self.numeric = Numeric(self.world)
+        self._oracles: list[Oracle] = [
+            Exact(self.world),
+            Provenance(self.world, viewer),
+            Containment(self.world, viewer),
+            self.numeric,
+            Metamorphic(self.world, lambda: build(ample)),
+        ]
+        self._digest = blake2b(setup.payload.encode(), digest_size=16)
+
+    def play(self, target: Target, most: int) -> tuple[list[Violation], list[Operation]]:
+        """Do operations until the tape stops, `most` are done or one has violations; returns
+        those, and all operations."""
+        weights = self._weights(target)
+        done: list[Operation] = []
+        try:
+            for _ in range(most):
+                step = self.session.step(weights)
+                if step is None:
+                    break
+                requests = sorted(int(request) for request in step.calls)
+                done.append(Operation(step.text, requests, self.session.tokens, step.idle))
+                self._record(step)
+                found = [v for oracle in self._oracles for v in oracle.check(step)]
+                if found:
+                    return found, done
+                self._events.observe(step)
+            return [v for oracle in self._oracles for v in oracle.close()], done
+        except EngineCrash as crash:
+            return [crash.violation], done
+        except ContractError as refusal:
+            sentence = f"The engine refused a legal call: {refusal}"
+            return [Violation("exact", "refused", sentence)], done
+
+    def _weights(self, target: Target) -> list[float]:
+        """Of stopping and of each kind, times this seed's swarm; what every run needs to get
+        anywhere stays in."""
+        swarm = self.session.tape.swarm(len(KINDS))
+        base = [target.weights.get(kind, 0.0) for kind in KINDS]
+        always = {"submit", "extend", "accept"}
+        mixed = [
+            w * (max(s, 1.0) if kind in always else s)
+            for kind, w, s in zip(KINDS, base, swarm, strict=True)
+        ]
+        return [STOP_WEIGHT, *mixed]
+
+    def _record(self, step: Step) -> None:
+        self._digest.update(step.text.encode())
+        self._digest.update(repr((step.after.requests, step.after.cached)).encode())
+        for _, output in step.outputs:
+            self._digest.update(output.selected.numpy().tobytes())
+            self._digest.update(output.logits.numpy().tobytes())
+
+    def digest(self) -> str:
+        """Of the run so far, and of all buffers as they stand."""
+        engine, shape = self.world.engine, self.world.shape
+        if Capability.RAW in engine.capabilities:
+            for component in Component:
+                states = component is Component.STATE
+                for layer in range(len(shape.kda_layers if states else shape.dsa_layers)):
+                    self._digest.update(engine.raw(component, layer).numpy().tobytes())
+        return self._digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def stamper_of(geometry: Geometry, shape: ModelShape) -> Stamper:
+    """The stamper of a geometry; made once, since its tables cost more than a short run."""
+    return Stamper(geometry, shape)
+
+
+def check_deterministic(system: System, target: Target, outcome: Outcome, *, pin: Pin) -> bool:
+    """Whether another run of an outcome's tape observes the same."""
+    again = execute(system, target, Tape(outcome.values), pin=pin)
+    return again.digest == outcome.digest

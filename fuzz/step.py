@@ -1,0 +1,172 @@
+"""What an oracle sees of a run: the caller's own records, one step, and what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from fuzz.stamps import U64, Stamper
+from reference.contract import (
+    ContractError,
+    Engine,
+    EngineOptions,
+    OutOfMemory,
+    RequestId,
+    Snapshot,
+    StepOutput,
+    Weights,
+)
+from reference.geometry import Geometry, ModelShape
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """One thing that is wrong.  `oracle` and `component` are the failure's signature;
+    `sentence` names the row, who should own it and who does."""
+
+    oracle: str
+    component: str
+    sentence: str
+
+    @property
+    def signature(self) -> str:
+        """What two failures of one fault have in common."""
+        return f"{self.oracle}/{self.component}"
+
+
+class EngineCrash(Exception):
+    """The engine raised what the contract does not allow: a finding, but of no oracle."""
+
+    def __init__(self, call: str, cause: Exception) -> None:
+        super().__init__(f"{call} raised {type(cause).__name__}: {cause}")
+        self.violation = Violation("crash", f"{call}.{type(cause).__name__}", f"{self}.")
+
+
+class Guarded:
+    """An engine whose unexpected exceptions come out as EngineCrash, so that the harness's own
+    mistakes are not taken for the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._engine, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return value(*args, **kwargs)
+            except ContractError:
+                raise
+            except Exception as cause:
+                raise EngineCrash(name, cause) from cause
+
+        self.__dict__[name] = call
+        return call
+
+
+@dataclass(slots=True)
+class Client:
+    """The caller's own record of one request.
+
+    Fields:
+        request: its id, which is also the order of submission.
+        tokens: prompt, then decoded and accepted tokens.
+        chain: stamp chain of `tokens` and then `drafts`.
+        length: positions that the engine must hold.
+        status: "running", "retracted" or "gone".
+        drafts: tokens of a verify that were neither accepted nor rejected.
+        best_hit: the longest hit that it ever had.
+    """
+
+    request: RequestId
+    tokens: list[int]
+    chain: U64
+    length: int = 0
+    status: str = "running"
+    drafts: list[int] = field(default_factory=list)
+    best_hit: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"request {self.request}"
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation: what was asked, and the engine's own account of it.
+
+    Fields:
+        text: the operation, readable.
+        before, after: the engine's account of its memory around the operation.
+        calls: the requests of the operation; no other request's rows may change.
+        wrote: the positions [start, stop) that each of them was told to store.
+        outputs: each output with all tokens up to its last position (model runs).
+        submitted, hit: the request admitted, and what the engine found in its cache.
+        shared: how many tokens the submitted request has in common with its parent.
+        inserted: requests that must have left their whole pages in the cache.
+        retracted: the request taken back, and the tokens that the engine returned for it.
+        evicted: pages asked for by an evict, and pages that went.
+        refused: the engine's OutOfMemory, if it raised one.
+        idle: whether there was nothing to do.
+    """
+
+    text: str
+    before: Snapshot
+    after: Snapshot
+    calls: set[RequestId] = field(default_factory=set)
+    wrote: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
+    outputs: list[tuple[tuple[int, ...], StepOutput]] = field(default_factory=list)
+    submitted: Client | None = None
+    hit: int = 0
+    shared: int = 0
+    inserted: list[Client] = field(default_factory=list)
+    retracted: tuple[Client, tuple[int, ...]] | None = None
+    evicted: tuple[int, int] | None = None
+    refused: OutOfMemory | None = None
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The engine under test and what the caller knows of it.
+
+    Fields:
+        geometry: the engine's own, by which its addresses are judged.
+        clients: every request ever submitted, by id.
+        stamper: makes and checks the rows of a stamped run; chains also identify the contexts
+            of a model run.
+        weights: None in a stamped run.
+    """
+
+    engine: Engine
+    geometry: Geometry
+    shape: ModelShape
+    options: EngineOptions
+    stamper: Stamper
+    clients: dict[RequestId, Client]
+    weights: Weights | None = None
+
+    @property
+    def stamped(self) -> bool:
+        return self.weights is None
+
+    def running(self) -> list[Client]:
+        """The clients that run now, in order of submission."""
+        return [c for c in self.clients.values() if c.status == "running"]
+
+
+class Oracle(Protocol):
+    """Judges a run.  `name` is the `oracle` of all its violations."""
+
+    name: str
+
+    def check(self, step: Step) -> list[Violation]:
+        """After each operation."""
+        ...
+
+    def close(self) -> list[Violation]:
+        """Once, when the run has ended without a violation."""
+        ...

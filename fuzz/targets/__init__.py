@@ -1,0 +1,54 @@
+"""What a campaign does to an engine: pool sizes, a mix of operations, and what must be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fuzz.targets.setup import Ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One way to drive an engine.
+
+    Fields:
+        ranges: the pools that it draws.
+        weights: how often each operation is drawn, for generation; those left out, never.
+        required: events that a campaign of a few hundred executions must have seen.
+        operations: most operations of a run.
+    """
+
+    name: str
+    ranges: Ranges
+    weights: Mapping[str, float]
+    required: frozenset[str]
+    operations: int = 24
+
+
+class UnknownTarget(ValueError):
+    """No target has that name; the message lists those that there are."""
+
+
+def names() -> tuple[str, ...]:
+    """The names that `find` takes."""
+    return tuple(_targets())
+
+
+def find(name: str) -> Target:
+    """The target called `name`.
+
+    Raises:
+        UnknownTarget: with one sentence that lists the known names.
+    """
+    targets = _targets()
+    if name not in targets:
+        raise UnknownTarget(f"There is no target {name!r}: choose one of {', '.join(targets)}.")
+    return targets[name]
+
+
+def _targets() -> dict[str, Target]:
+    from fuzz.targets.prefix_split import PREFIX_SPLIT
+    from fuzz.targets.slot_reuse import SLOT_REUSE
+
+    return {target.name: target for target in (PREFIX_SPLIT, SLOT_REUSE)}

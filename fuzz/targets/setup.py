@@ -1,0 +1,176 @@
+"""The part of the tape that comes before the operations: geometry, pools and payload.
+
+Each draw's 0 is the plainest choice, and the number of draws is always the same, so that
+pinning one of them (`Pin`) or shrinking another leaves the operations where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeVar
+
+import msgspec
+
+from fuzz.tape import Tape
+from reference.contract import EngineOptions, Weights
+from reference.geometry import Geometry, ModelShape, RowFormat
+from reference.weights import random_weights
+
+T = TypeVar("T")
+Payload = Literal["stamped", "model"]
+PageOrder = Literal["reuse", "high", "permuted"]
+PAGE_ORDERS: tuple[PageOrder, ...] = ("reuse", "high", "permuted")
+
+STAMPED_SHAPE = ModelShape(
+    layers=2,
+    dsa_period=2,
+    vocab=2,
+    hidden=2,
+    heads=1,
+    latent=16,
+    q_lora=2,
+    index_heads=1,
+    index_dim=16,
+    kda_heads=1,
+    kda_key_dim=2,
+    kda_value_dim=4,
+    conv_width=2,
+)
+MODEL_SHAPE = ModelShape(
+    layers=4,
+    dsa_period=2,
+    vocab=61,
+    hidden=32,
+    heads=2,
+    latent=16,
+    q_lora=16,
+    index_heads=2,
+    index_dim=16,
+    kda_heads=2,
+    kda_key_dim=8,
+    kda_value_dim=8,
+    conv_width=4,
+)
+MODEL_ODDS = 64
+"""One execution in so many computes a model; the others are stamped."""
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Choices taken out of the tape's hands; None leaves them to it.
+
+    Fields:
+        max_tokens: longest prompt; operations: most operations of a run.
+    """
+
+    payload: Payload | None = None
+    kpool: int | None = None
+    physical_page_size: int | None = None
+    interval_pages: int | None = None
+    max_drafts: int | None = None
+    row_format: RowFormat | None = None
+    round_scale: bool | None = None
+    page_order: PageOrder | None = None
+    seed: int | None = None
+    pages: int | None = None
+    max_requests: int | None = None
+    spare_states: int | None = None
+    max_tokens: int | None = None
+    operations: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges:
+    """The pool sizes that a target draws from, both ends included; the tape's 0 is the larger,
+    roomier end.  `pages` counts usable pages, `spare_states` the states beyond one a request."""
+
+    pages: tuple[int, int]
+    spare_states: tuple[int, int]
+    max_requests: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an engine is built from, and how long prompts may get."""
+
+    geometry: Geometry
+    shape: ModelShape
+    options: EngineOptions
+    payload: Payload
+    max_tokens: int
+    max_length: int
+
+
+def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
+    """Read a setup off the tape.  `options.ape` is still to be filled in."""
+
+    def pick(pinned: T | None, choices: Sequence[T], weights: Sequence[float] = ()) -> T:
+        """One of `choices`, the plainest first; a pinned one costs a draw all the same."""
+        if pinned is not None:
+            tape.draw(1)
+            return pinned
+        return choices[tape.choose(weights or [1.0] * len(choices))]
+
+    def between(pinned: int | None, low: int, high: int) -> int:
+        return pick(pinned, range(high, low - 1, -1))
+
+    with tape.span("setup"):
+        payload: Payload = pick(pin.payload, ("stamped", "model"), (MODEL_ODDS - 1, 1))
+        kpool = pick(pin.kpool, (1, 2, 4), (1, 3, 3))
+        physical = pick(pin.physical_page_size, (4, 8), (3, 1))
+        interval = kpool * physical * pick(pin.interval_pages, (1, 2))
+        drafts = pick(pin.max_drafts, (0, 1, 2, 3))
+        row_format = pick(pin.row_format, tuple(RowFormat), (2, 1, 1))
+        round_scale = pick(pin.round_scale, (True, False), (3, 1))
+        order = pick(pin.page_order, PAGE_ORDERS)
+        seed = pick(pin.seed, range(256))
+        max_requests = between(pin.max_requests, *ranges.max_requests)
+        pages = between(pin.pages, *ranges.pages)
+        states = max_requests + between(pin.spare_states, *ranges.spare_states)
+    geometry = Geometry(
+        kpool=kpool,
+        physical_page_size=physical,
+        topk=8,
+        mamba_track_interval=interval,
+        max_drafts=drafts,
+        round_scale=round_scale,
+        row_format=row_format,
+    )
+    longest = min(pages * geometry.logical_page_size, interval * 2 + geometry.logical_page_size)
+    prompt = min(longest, pin.max_tokens or longest)
+    return Setup(
+        geometry=geometry,
+        shape=STAMPED_SHAPE if payload == "stamped" else MODEL_SHAPE,
+        options=EngineOptions(
+            pages=pages + 1,
+            state_slots=states + 1,
+            max_requests=max_requests,
+            page_order=order,
+            seed=seed,
+        ),
+        payload=payload,
+        max_tokens=prompt,
+        max_length=prompt + geometry.logical_page_size,
+    )
+
+
+@lru_cache(maxsize=16)
+def model_weights(geometry: Geometry) -> Weights:
+    """The random weights of all model runs under `geometry`."""
+    return random_weights(MODEL_SHAPE, geometry, seed=1)
+
+
+@lru_cache(maxsize=64)
+def boundaries(geometry: Geometry, limit: int) -> tuple[int, ...]:
+    """Lengths up to `limit` at, one before and one after the ends of groups, physical pages,
+    logical pages and checkpoint intervals; the rarer the boundary, the likelier its draw."""
+    units = (geometry.physical_page_size, geometry.logical_page_size, geometry.mamba_track_interval)
+    found = [
+        end + off
+        for unit in units
+        for end in range(unit, limit + 2, unit)
+        for off in (-1, 0, 1)
+        if 0 < end + off <= limit
+    ]
+    return tuple(found + list(range(geometry.kpool, limit + 1, geometry.kpool))[:4])

@@ -1,0 +1,1 @@
+"""The experiments behind `kvoracle verify`."""

@@ -1,0 +1,106 @@
+"""Saved failures: what is written is what is replayed, and anything else gets one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import systems
+from fuzz import mutants, targets
+from fuzz.case import MOST_BYTES, CaseError, case_of, load, save
+from fuzz.run import execute
+from fuzz.tape import Tape
+from fuzz.targets.setup import Pin
+
+
+@pytest.fixture(scope="module")
+def failing():
+    with mutants.find("page_table_41494").applied():
+        for seed in range(500):
+            tape = Tape(seed=seed)
+            pin = Pin(payload="stamped")
+            outcome = execute(
+                systems.load("optimized"), targets.find("prefix_split"), tape, pin=pin
+            )
+            if outcome.failed:
+                return outcome
+    raise AssertionError("the fault was not found")
+
+
+@pytest.fixture
+def saved(failing, tmp_path):
+    path = tmp_path / "found" / "case.json"
+    pin = Pin(payload="stamped")
+    case = case_of(failing, system="optimized", path=path, pin=pin, mutant="page_table_41494")
+    save(case, path)
+    return path
+
+
+def test_a_case_replays_to_the_same_digest_and_verdict(saved, failing):
+    case = load(saved)
+    with mutants.find(case.mutant).applied():
+        again = execute(
+            systems.load(case.system), targets.find(case.target), Tape(case.values), pin=case.pin
+        )
+    assert again.violations == case.violations == failing.violations
+    assert again.digest == failing.digest
+
+
+def test_a_case_can_be_read_by_people(saved):
+    text = saved.read_text()
+    data = json.loads(text)
+    assert data["operations"][0].startswith("submit request 0 with ")
+    assert data["violations"][0]["sentence"].endswith(".")
+    assert data["versions"].keys() >= {"kvoracle", "torch", "numpy", "python"}
+    assert text.rstrip().endswith(f'"replay": "kvoracle replay {saved}"\n}}')
+
+
+def edited(saved, **changes):
+    data = json.loads(saved.read_text()) | changes
+    saved.write_text(json.dumps(data))
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"version": 2}, r"is a 'kvoracle-case' of version 2, .* replay it with the KVOracle"),
+        ({"schema": "x"}, r"is a 'x' of version 1, not a 'kvoracle-case'"),
+        ({"values": [-1]}, r"is a damaged case \(.*>= 0.*\): save it anew"),
+        ({"values": [1 << 40]}, r"is a damaged case"),
+        ({"values": [0] * 70_000}, r"is a damaged case"),
+        ({"values": "0"}, r"is a damaged case \(Expected `array`"),
+        ({"extra": 1}, r"is a damaged case \(Object contains unknown field"),
+        ({"pin": {"payload": "x"}}, r"is a damaged case"),
+    ],
+)
+def test_a_hostile_case_is_told_with_the_cure(saved, changes, sentence):
+    with pytest.raises(CaseError, match=sentence) as error:
+        load(edited(saved, **changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "is no saved case"),
+        (b"\xff\xfe", "is no saved case"),
+        (b"[1, 2]", "is no saved case"),
+        (b"{}", "is no saved case .* missing required field `schema`"),
+        (b"[" * 100_000, "is no saved case"),
+        (b" " * (MOST_BYTES + 1), f"has more than {MOST_BYTES} bytes"),
+    ],
+)
+def test_a_file_that_is_no_case_is_told_with_the_cure(tmp_path, data, sentence):
+    path = tmp_path / "case.json"
+    path.write_bytes(data)
+    with pytest.raises(CaseError, match=sentence):
+        load(path)
+
+
+def test_a_missing_file_is_told_with_the_cure(tmp_path):
+    with pytest.raises(CaseError, match=r"cannot be read .*: give the path of a saved case"):
+        load(tmp_path / "nothing.json")
+    with pytest.raises(CaseError, match="cannot be read"):
+        load(tmp_path)

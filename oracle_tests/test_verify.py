@@ -1,0 +1,99 @@
+"""The report of `verify`: its bars, its tables, and its plain data."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from fuzz.verify import numeric, parts
+from fuzz.verify.mooncake import TraceError, generate_trace, write_trace
+from fuzz.verify.part import Check, Part, Plan
+from fuzz.verify.report import Report, run_verify, tables
+from reference.weights import random_weights
+
+
+def rendered(report):
+    out = io.StringIO()
+    for table in tables(report):
+        Console(file=out, width=200).print(table)
+    return out.getvalue()
+
+
+def test_parts_run_in_processes_and_report(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, generate_trace(30, seed=0))
+    seen = {}
+    names = ("(d) capacity", "(e) trace, #41494")
+    report = run_verify(
+        path,
+        quick=True,
+        only=names,
+        processes=2,
+        progress=lambda part, done, total: seen.__setitem__(part, (done, total)),
+    )
+    assert report.passed
+    assert tuple(part.name for part in report.parts) == names
+    assert seen["(e) trace, #41494"] == (30, 30)
+    assert report.peak_mib > 100
+    text = rendered(report)
+    assert "8,877,568" in text
+    assert "FAIL" not in text
+    plain = msgspec.json.decode(msgspec.json.encode(report), type=Report)
+    assert plain.parts[1].figures["mismatches"] > 0
+
+
+def test_a_missed_bar_fails_the_report():
+    check = Check.at_least("hits", 3, 5)
+    assert not check.passed
+    part = Part(name="x", checks=(check,))
+    report = Report(
+        passed=False, seconds=1.0, peak_mib=1, quick=True, trace="generated", parts=(part,)
+    )
+    assert "FAIL" in rendered(report)
+
+
+@pytest.mark.parametrize(
+    ("check", "passed"),
+    [
+        (Check.exactly("", 0, 0), True),
+        (Check.exactly("", 1, 0), False),
+        (Check.at_least("", 5, 5), True),
+        (Check.at_least("", 4, 5), False),
+        (Check.at_most("", 5, 5), True),
+        (Check.at_most("", 6, 5), False),
+    ],
+)
+def test_bars_at_their_boundary(check, passed):
+    assert check.passed is passed
+
+
+def test_wrong_trace_is_found_before_anything_runs(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(TraceError, match="line 1"):
+        run_verify(path)
+
+
+def test_every_part_has_its_letter():
+    letters = {letter for name in parts.PARTS for letter in name[1 : name.index(")")].split(", ")}
+    assert letters == set("abcde")
+    assert set(parts.LONGEST_FIRST) <= set(parts.PARTS)
+
+
+def test_numeric_sample_is_audited_and_the_fault_is_out_of_bounds():
+    requests = numeric.sample(Plan(quick=True).requests(), count=6, longest=2500)
+    assert len(requests) == 6
+    assert all(request.input_length <= 2500 for _, request in requests)
+    weights = random_weights(numeric.SHAPE, numeric.GEOMETRY, 0)
+    verdicts = []
+    for faulty in (False, True):
+        with parts._engine(faulty) as factory:
+            verdicts.append(numeric.run(factory, requests, weights=weights))
+    clean, faulty = verdicts
+    assert clean.wrong == 0, clean.violations
+    assert clean.hits > 0
+    assert max(clean.max_ratio.values()) <= 1
+    assert faulty.wrong > 0
