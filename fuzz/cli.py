@@ -186,6 +186,7 @@ def kill(
     seeds: Positive = 10,
     processes: Processes = 2,
     seconds: Positive = 60,
+    markdown: Path | None = None,
     json: JsonFile = None,
 ) -> int:
     """Plant each fault and report how the harness finds it: the kill report.
@@ -198,8 +199,11 @@ def kill(
         Searches for each, of which the medians are shown.
     seconds
         Give a search up after so many.
+    markdown
+        Write the table of docs/mutants.md to this file.
     """
     check_writable(json)
+    check_writable(markdown)
     for name in names:
         mutants.find(name)
     with bars(err) as tick:
@@ -211,6 +215,8 @@ def kill(
             progress=lambda done, total: tick("mutants", done, total),
         )
     out.print(kill_report.table(rows))
+    if markdown is not None:
+        markdown.write_text(kill_report.markdown(rows))
     write_json(json, rows)
     return 0 if all(row.passed for row in rows) else 1
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import cast
 
 import msgspec
+import torch
 
 from fuzz.oracles.containment import Containment
 from fuzz.oracles.exact import Exact
@@ -85,6 +86,7 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
         return self.violations[0].signature if self.violations else None
 
 
+@torch.inference_mode()
 def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) -> Outcome:
     """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
     if Capability.MODEL not in system.capabilities:
@@ -106,7 +108,7 @@ def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) ->
         requests=len(run.world.clients),
         tokens=session.tokens,
         skipped=[kind for kind, need in NEEDS.items() if need not in system.capabilities],
-        setup=f"{setup.geometry}, {setup.options.pages} pages, {setup.payload}",
+        setup=str(setup),
     )
 
 
@@ -187,7 +189,7 @@ class _Run:
 
     def _record(self, step: Step) -> None:
         self._digest.update(step.text.encode())
-        self._digest.update(repr((step.after.requests, step.after.cached)).encode())
+        self._digest.update(msgspec.msgpack.encode((step.after.requests, step.after.cached)))
         for _, output in step.outputs:
             self._digest.update(output.selected.numpy().tobytes())
             self._digest.update(output.logits.numpy().tobytes())

@@ -186,7 +186,8 @@ class Stamper:
     def extend_rows(self, chain: U64, start: int, stop: int) -> Rows:
         """Rows of an extend over positions start .. stop - 1 of the request with `chain`."""
         marks = np.array(self.geometry.state_positions(start, stop), dtype=np.int64)
-        return self._rows(_mix(chain[start:stop]), _mix(chain[marks - 1]))
+        mixed = _mix(chain[start:stop])
+        return self._rows(mixed, mixed[marks - 1 - start])
 
     def step_rows(self, chain: U64) -> Rows:
         """Rows of n positions with a state after each: a decode of n requests, whose chains at
@@ -217,7 +218,7 @@ class Stamper:
         spread = (pooled @ hadamard(dim)).astype(np.int64)
         largest = np.abs(spread).max(axis=1)
         codes, scales = _index_tables(dim, self.geometry.round_scale)
-        return np.hstack([codes[largest[:, None], spread], scales[largest]])
+        return np.concatenate([codes[largest[:, None], spread], scales[largest]], axis=1)
 
     def expected_tail(self, chain: U64, start: int, stop: int, layer: int) -> Bytes:
         """[stop - start, 4 * index_dim] uint8: tail rows, a bf16 key and then a bf16 gate."""
@@ -234,7 +235,7 @@ class Stamper:
         """[g, index_dim]: the winning tokens' signs, decoded from stored index rows whatever
         their scale; 0 where a row holds NaN."""
         dim = self.shape.index_dim
-        codes = torch.from_numpy(np.ascontiguousarray(rows[:, :dim])).view(torch.float8_e4m3fn)
+        codes = torch.from_numpy(rows[:, :dim].copy()).view(torch.float8_e4m3fn)
         return np.sign(np.nan_to_num(codes.float().numpy() @ hadamard(dim))).astype(np.int8)
 
     def _key_and_gate(

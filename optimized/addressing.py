@@ -18,8 +18,8 @@ Array = NDArray[np.int64]
 
 def locs(geometry: Geometry, table: Array, row: Array | int, positions: Array) -> Array:
     """Loc of each position."""
-    page, offset = np.divmod(positions, geometry.logical_page_size)
-    return np.asarray(table[row, page] * geometry.logical_page_size + offset)
+    size = geometry.logical_page_size
+    return np.asarray(table[row, positions // size] * size + positions % size)
 
 
 def index_slots(geometry: Geometry, table: Array, row: Array | int, groups: Array) -> Array:

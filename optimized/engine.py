@@ -53,6 +53,7 @@ class OptimizedEngine:
             {kind, Capability.PREFIX_SHARING, Capability.VERIFY, Capability.RAW}
         )
         self._stamped = weights is None
+        self._dsa_layers, self._kda_layers = len(shape.dsa_layers), len(shape.kda_layers)
         self._backend = options.backend
         self.memory = Memory(geometry, shape, options)
         self.steps = Steps(geometry, shape, options, weights, self.memory)
@@ -226,8 +227,7 @@ class OptimizedEngine:
             return pools.index[layer]
         if component is Component.STATE:
             return pools.state[:, layer].view(torch.uint8)
-        rings = (pools.ring_key[layer], pools.ring_gate[layer])
-        return torch.cat([ring.view(torch.uint8) for ring in rings], dim=-1)
+        return pools.ring[layer].view(torch.uint8)
 
     def inspect(self) -> Snapshot:
         return self.memory.snapshot()
@@ -300,12 +300,12 @@ class OptimizedEngine:
         return given if self._stamped else None
 
     def _check_rows(self, rows: Rows, positions: int, states: int) -> None:
-        shape, layers = self.shape, len(self.shape.dsa_layers)
+        shape, layers = self.shape, self._dsa_layers
         wanted = {
             "kv": (layers, positions, shape.latent),
             "key": (layers, positions, shape.index_dim),
             "gate": (layers, positions, shape.index_dim),
-            "state": (states, len(shape.kda_layers), shape.state_width),
+            "state": (states, self._kda_layers, shape.state_width),
         }
         for name, size in wanted.items():
             found = tuple(getattr(rows, name).shape)
@@ -313,10 +313,10 @@ class OptimizedEngine:
                 raise InvalidCall(f"rows have {name} of shape {found}: make it {size}.")
 
     def _check_layer(self, component: Component, layer: int) -> None:
-        own = self.shape.kda_layers if component is Component.STATE else self.shape.dsa_layers
-        if not 0 <= layer < len(own):
+        own = self._kda_layers if component is Component.STATE else self._dsa_layers
+        if not 0 <= layer < own:
             raise InvalidCall(
-                f"component {component.value} has {len(own)} layers and no layer {layer}: count "
+                f"component {component.value} has {own} layers and no layer {layer}: count "
                 "within the component's own layers."
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from optimized.kernels import decode_update, kv_store, pool_store
@@ -29,8 +30,9 @@ class Store:
         """Store several positions a request.  The rings are written last: the first group may
         still read what the chunk's own rows replace."""
         self._rows(layer, plan.locs, kv)
-        ring_key, ring_gate = (ring[layer].flatten(0, 1) for ring in self._rings)
+        ring = self.pools.ring[layer].flatten(0, 1)
         if len(plan.index_slots):
+            ring_key, ring_gate = ring.chunk(2, dim=1)
             pool_store.pool_store(
                 self.pools.index[layer],
                 plan.index_slots,
@@ -44,13 +46,14 @@ class Store:
                 round_scale=self.geometry.round_scale,
                 backend=self.backend,
             )
-        ring_key.index_copy_(0, plan.ring_rows, key.index_select(0, plan.ring_sources))
-        ring_gate.index_copy_(0, plan.ring_rows, gate.index_select(0, plan.ring_sources))
+        if len(plan.ring_rows):
+            waiting = torch.cat((key, gate), dim=1).index_select(0, plan.ring_sources)
+            ring.index_copy_(0, plan.ring_rows, waiting)
 
     def decode(self, plan: DecodePlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
         """Store one position a request."""
         self._rows(layer, plan.locs, kv)
-        ring_key, ring_gate = (ring[layer] for ring in self._rings)
+        ring_key, ring_gate = self.pools.ring[layer].chunk(2, dim=-1)
         decode_update.decode_update(
             self.pools.index[layer],
             ring_key,
@@ -66,10 +69,6 @@ class Store:
             round_scale=self.geometry.round_scale,
             backend=self.backend,
         )
-
-    @property
-    def _rings(self) -> tuple[Tensor, Tensor]:
-        return self.pools.ring_key, self.pools.ring_gate
 
     def _rows(self, layer: int, locs: Tensor, kv: Tensor) -> None:
         kv_store.kv_store(

@@ -142,6 +142,15 @@ def test_the_bound_stays_tight_in_a_deep_model() -> None:
     assert replace(deep, output=replace(deep.output, logits=logits)).judge(shape).violations
 
 
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_a_request_of_less_than_a_group_is_judged(length: int) -> None:
+    short = run(geometry(4, RowFormat.BF16), seed=length, length=length)
+    assert short.judge().violations == []
+    logits = short.output.logits.clone()
+    logits[-1, 0] += 1e-2
+    assert replace(short, output=replace(short.output, logits=logits)).judge().violations
+
+
 def test_outputs_may_have_gaps_and_any_order(clean: Run) -> None:
     full = clean.output
     parts = [

@@ -50,7 +50,7 @@ def test_kv_rows_are_stored_exactly(row_format, latent):
 
 
 @pytest.mark.parametrize("kpool", [1, 2, 4, 8])
-@pytest.mark.parametrize("index_dim", [16, 64])
+@pytest.mark.parametrize("index_dim", [16, 64, 128])
 @pytest.mark.parametrize("round_scale", [True, False])
 def test_pooled_keys_and_tails_are_the_references(kpool, index_dim, round_scale):
     geometry = geometry_of(kpool, round_scale=round_scale)

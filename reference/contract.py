@@ -264,7 +264,8 @@ class Engine(Protocol):
 
     def accept(self, request: RequestId, count: int) -> None:
         """Keep the first `count` pending drafts; the rest are rejected and their rows will be
-        written again."""
+        written again.  Raises OutOfMemory if a checkpoint among those kept finds no state slot;
+        the drafts are pending still."""
         ...
 
     def finish(self, request: RequestId) -> None:
@@ -296,9 +297,10 @@ class Engine(Protocol):
         ...
 
     def raw(self, component: Component, layer: int) -> Tensor:
-        """uint8 view of a layer's whole buffer.  KV: [locs, row bytes].  INDEX: [pages, index
-        page bytes].  TAIL: [request slots, ring_size, 4 * index_dim], a key's bytes and then a
-        gate's.  STATE: [slots, 4 * state_width]."""
+        """uint8 view of a layer's whole buffer, which never moves: a view shows what is stored
+        after it was taken, too.  KV: [locs, row bytes].  INDEX: [pages, index page bytes].
+        TAIL: [request slots, ring_size, 4 * index_dim], a key's bytes and then a gate's.
+        STATE: [slots, 4 * state_width]."""
         ...
 
     def inspect(self) -> Snapshot:

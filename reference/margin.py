@@ -60,6 +60,9 @@ def excess(
     Arguments: score [n, groups]; chosen [n, groups] bool.
     Returns: (ratio [n], the group kept wrongly [n], the group dropped wrongly [n]).
     """
+    if not chosen.shape[1]:
+        none = torch.zeros(len(chosen), dtype=torch.int64)
+        return none.double(), none, none
     mid, spread = score.mid, score.bound
     dropped = _dropped(chosen, positions, geometry)
     kept_at = (mid + spread).masked_fill(~chosen, torch.inf).argmin(1, keepdim=True)
@@ -82,6 +85,8 @@ def excess(
 
 def contested(score: Approx, chosen: Tensor, positions: Tensor, geometry: Geometry) -> Tensor:
     """[n] bool: could an engine within the bounds have chosen otherwise?"""
+    if not chosen.shape[1]:
+        return torch.zeros(len(chosen), dtype=torch.bool)
     dropped = _dropped(chosen, positions, geometry)
     lowest = (score.mid - score.bound).masked_fill(~chosen, torch.inf).amin(1)
     return (score.mid + score.bound).masked_fill(~dropped, -torch.inf).amax(1) > lowest

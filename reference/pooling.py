@@ -14,18 +14,25 @@ from reference.geometry import Geometry
 from reference.quant import bf16_bytes, encode_key, round_bf16
 
 
-def hadamard(dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[dim, dim] Hadamard matrix in Sylvester's order, times dim**-0.5 (so orthogonal)."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+def sylvester(dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[dim, dim] Hadamard matrix of +-1 in Sylvester's order."""
+    matrix = torch.ones(1, 1, dtype=dtype)
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    scaled: Tensor = matrix * dim**-0.5
-    return scaled.to(dtype)
+    return matrix
+
+
+def hadamard(dim: int) -> Tensor:
+    """[dim, dim] float64: `sylvester` times dim**-0.5 (so orthogonal)."""
+    scaled: Tensor = sylvester(dim) * dim**-0.5
+    return scaled
 
 
 def rotate(x: Tensor) -> Tensor:
     """bf16(Had(x)) along the last axis, whose length is a power of two."""
-    return round_bf16(x @ hadamard(x.shape[-1], x.dtype))
+    dim = x.shape[-1]
+    # scaled at the end: the signed sums are exact, so that what cancels is 0 and no rest of it
+    return round_bf16((x @ sylvester(dim, x.dtype)) * dim**-0.5)
 
 
 def pool(keys: Tensor, gates: Tensor, ape: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from reference.addressing import pages_for
-from reference.contract import CachedNode, RequestId, RequestView, Snapshot
-from reference.geometry import Geometry, LogicalPage
+from reference.contract import CachedNode, RequestId, Snapshot
+from reference.geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +30,23 @@ class CachedPrefix:
     checkpoints: frozenset[int]
 
 
+ROOT = CachedPrefix(tokens=(), pages=(), checkpoints=frozenset())
+
+
 def cached_prefixes(cached: Iterable[CachedNode]) -> dict[int, CachedPrefix]:
     """The path of every node, by node id.  A node whose parent is unknown has no path."""
-    nodes = {node.node: node for node in cached}
     paths: dict[int, CachedPrefix] = {}
-    for node in nodes.values():
-        chain = _chain(node, nodes)
-        if chain is not None:
+    waiting = {node.node: node for node in cached}
+    while ready := [n for n in waiting.values() if n.parent is None or n.parent in paths]:
+        for node in ready:
+            del waiting[node.node]
+            above = ROOT if node.parent is None else paths[node.parent]
             paths[node.node] = CachedPrefix(
-                tokens=tuple(token for part in chain for token in part.tokens),
-                pages=tuple(page for part in chain for page in part.pages),
-                checkpoints=frozenset(mark for part in chain for mark in part.checkpoints),
+                tokens=above.tokens + node.tokens,
+                pages=above.pages + node.pages,
+                checkpoints=above.checkpoints.union(node.checkpoints),
             )
     return paths
-
-
-def _chain(node: CachedNode, nodes: Mapping[int, CachedNode]) -> list[CachedNode] | None:
-    """From the root to `node`; None when it hangs on an unknown node or on itself."""
-    chain = [node]
-    while chain[-1].parent is not None:
-        parent = nodes.get(chain[-1].parent)
-        if parent is None or len(chain) > len(nodes):
-            return None
-        chain.append(parent)
-    return chain[::-1]
 
 
 def legal_hits(
@@ -112,7 +106,7 @@ def judge_requests(snapshot: Snapshot, geometry: Geometry) -> list[str]:
     """Each request by itself: enough pages, all different, none shared that it still has to
     write, and a state that stands for its length."""
     found: list[str] = []
-    rows = Counter(view.slot for view in snapshot.requests.values())
+    slots = [view.slot for view in snapshot.requests.values()]
     for request, view in snapshot.requests.items():
         need = pages_for(view.length + view.pending, geometry)
         if len(view.pages) < need:
@@ -133,8 +127,9 @@ def judge_requests(snapshot: Snapshot, geometry: Geometry) -> list[str]:
                 f"the state of request {request} should stand for {view.length} positions; it "
                 f"stands for {view.state_position}."
             )
-        if rows[view.slot] > 1:
-            found.append(f"ring row {view.slot} of request {request} has {rows[view.slot]} owners.")
+        owners = slots.count(view.slot)
+        if owners > 1:
+            found.append(f"ring row {view.slot} of request {request} has {owners} owners.")
     return found
 
 
@@ -184,16 +179,17 @@ def judge_owners(snapshot: Snapshot) -> list[str]:
         if page in owner:
             found.append(f"page {page} should belong to {owner[page]} alone; {name} holds it too.")
         owner.setdefault(page, name)
-    path_of = {path.pages: node for node, path in cached_prefixes(snapshot.cached).items()}
-    prefixes = {path[:count] for path in path_of for count in range(len(path) + 1)} | {()}
-    for request, view in snapshot.requests.items():
-        if view.pages[: view.shared] not in prefixes:
+    paths = [path.pages for path in cached_prefixes(snapshot.cached).values()]
+    shared = {r: view.pages[: view.shared] for r, view in snapshot.requests.items()}
+    for request, pages in shared.items():
+        if pages and all(path[: len(pages)] != pages for path in paths):
             found.append(
                 f"request {request} should share a path of the tree; its shared pages "
-                f"{list(view.pages[: view.shared])} are none."
+                f"{list(pages)} are none."
             )
+    read = [frozenset(pages) for pages in shared.values()]
     for node in snapshot.cached:
-        readers = sum(_reads(view, node) for view in snapshot.requests.values())
+        readers = sum(not pages.isdisjoint(node.pages) for pages in read)
         if node.locks != readers:
             found.append(
                 f"node {node.node} should have {readers} locks, one for each request that reads "
@@ -205,36 +201,36 @@ def judge_owners(snapshot: Snapshot) -> list[str]:
 def _owners(snapshot: Snapshot) -> Iterator[tuple[str, int]]:
     """(owner, page) for every page that the tree or a request owns, once for each holding."""
     for node in snapshot.cached:
-        for page in node.pages:
-            yield f"node {node.node}", page
+        yield from zip(repeat(f"node {node.node}"), node.pages)
     for request, view in snapshot.requests.items():
-        for page in view.pages[view.shared :]:
-            yield f"request {request}", page
-
-
-def _reads(view: RequestView, node: CachedNode) -> bool:
-    return not set(node.pages).isdisjoint(view.pages[: view.shared])
+        yield from zip(repeat(f"request {request}"), view.pages[view.shared :])
 
 
 def judge_pages(snapshot: Snapshot, *, pages: int) -> list[str]:
     """Each page of 1 .. pages - 1 is free or held, never both, and counted right; page 0 is
     padding, which nobody holds."""
-    cached = Counter({page for node in snapshot.cached for page in node.pages})
-    held = cached + Counter(page for view in snapshot.requests.values() for page in set(view.pages))
+    held = dict.fromkeys((page for node in snapshot.cached for page in node.pages), 1)
+    for view in snapshot.requests.values():
+        for page in set(view.pages):
+            held[page] = held.get(page, 0) + 1
     found = _judge_partition("page", held, snapshot.free_pages, pages)
-    for page in sorted(held.keys() | snapshot.ref_counts.keys()):
-        count = snapshot.ref_counts.get(LogicalPage(page), 0)
-        if count != held[page]:
-            found.append(f"page {page} should have {held[page]} references; it has {count}.")
+    if held != snapshot.ref_counts:
+        for page in sorted(held.keys() | snapshot.ref_counts.keys()):
+            count, should = snapshot.ref_counts.get(page, 0), held.get(page, 0)
+            if count != should:
+                found.append(f"page {page} should have {should} references; it has {count}.")
     return found
 
 
 def judge_states(snapshot: Snapshot, *, state_slots: int) -> list[str]:
     """Each state slot but padding 0 is free, or a request's, or one checkpoint's, whether the
     tree holds it or the request that took it."""
-    held = Counter(view.state_slot for view in snapshot.requests.values())
-    held.update(s for view in snapshot.requests.values() for s in view.checkpoints.values())
-    held.update(slot for node in snapshot.cached for slot in node.checkpoints.values())
+    held: dict[int, int] = {}
+    views = snapshot.requests.values()
+    owned = [[view.state_slot, *view.checkpoints.values()] for view in views]
+    for slots in [*owned, *(node.checkpoints.values() for node in snapshot.cached)]:
+        for slot in slots:
+            held[slot] = held.get(slot, 0) + 1
     found = _judge_partition("state slot", held, snapshot.free_states, state_slots)
     found += [
         f"state slot {slot} should have one owner; it has {count}."
@@ -248,15 +244,14 @@ def _judge_partition(
     what: str, held: Mapping[int, int], free: frozenset[int], total: int
 ) -> list[str]:
     """Free and held together are exactly 1 .. total - 1, without overlap."""
-    legal = set(range(1, total))
+    legal, taken = set(range(1, total)), held.keys() | free
+    if taken == legal and free.isdisjoint(held):
+        return []
     return [
         *(f"{what} {i} should be free or held; it is both." for i in sorted(free & held.keys())),
-        *(
-            f"{what} {i} should be free or held; it is leaked."
-            for i in sorted(legal - free - held.keys())
-        ),
+        *(f"{what} {i} should be free or held; it is leaked." for i in sorted(legal - taken)),
         *(
             f"{what} {i} is held or free but lies outside 1 to {total - 1}."
-            for i in sorted((free | held.keys()) - legal)
+            for i in sorted(taken - legal)
         ),
     ]

@@ -149,7 +149,7 @@ def ring_without_drafts(
     return ring * geometry.ring_size + positions % geometry.kpool
 
 
-@mutant("optimized.memory.manager.Memory.grow", bug="own", killed_by=("exact",))
+@mutant("optimized.memory.manager.Memory.grow", bug="own", killed_by=("exact", "provenance"))
 def page_short_at_boundary(
     original: Body, self: Any, slots: Ints, stops: Ints, **options: Any
 ) -> None:

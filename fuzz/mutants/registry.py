@@ -142,12 +142,11 @@ def find(name: str) -> Mutant:
     """The mutant called `name`.
 
     Raises:
-        UnknownMutant: with one sentence that names those that are spelt alike.
+        UnknownMutant: with one sentence that names the one spelt most like it.
     """
     if name not in registered():
-        like = difflib.get_close_matches(name, registered(), cutoff=0.0)
+        (alike,) = difflib.get_close_matches(name, registered(), n=1, cutoff=0.0)
         raise UnknownMutant(
-            f"There is no mutant {name!r}: choose one of docs/mutants.md, such as "
-            f"{' or '.join(like)}."
+            f"There is no mutant {name!r}: choose one of docs/mutants.md, {alike!r} for example."
         )
     return registered()[name]

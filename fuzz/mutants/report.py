@@ -19,7 +19,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from rich.table import Table
+from rich.box import SIMPLE
+from rich.table import Column, Table
 
 import systems
 from fuzz import targets
@@ -49,6 +50,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
         crashes: executions in which the engine raised what it may not.
         sentence: the oracle's.
         outcome: the failing run, None of a survivor or an address.
+        error: largest error / bound of a run that the numeric oracle judged, else None.
     """
 
     oracle: str | None = None
@@ -58,6 +60,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     crashes: int = 0
     sentence: str = ""
     outcome: Outcome | None = None
+    error: float | None = None
 
 
 class KillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,8 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
         operations, tokens: of the shrunk case; 0 where there is none.
         case: the shrunk case, readable; violation: what the oracle says of it.
         survived: searches that found nothing; crashes: executions that crashed.
+        error: smallest of the searches' largest error / bound, where the numeric oracle judged:
+            how far the mutant stays from the clean runs, which are below 1.
     """
 
     name: str
@@ -87,6 +92,7 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
     violation: str
     survived: int
     crashes: int
+    error: float | None
 
     @property
     def passed(self) -> bool:
@@ -133,12 +139,13 @@ def kill(
                 crashes=crashes,
                 sentence=first.sentence,
                 outcome=outcome,
+                error=max(outcome.ratios.values(), default=None),
             )
     return Kill(executions=i, cpu_seconds=time.process_time() - began, crashes=crashes)
 
 
 def _wrong_address(seed: int) -> Kill:
-    """Compare the locs that the engine computes with the reference's, for page ids of up to 40
+    """Compare the locs that the engine computes with the reference's, for page ids of up to 32
     bits, which no pool in memory has."""
     began, random, geometry = time.process_time(), SplitMix(seed), Geometry()
     locs = pkgutil.resolve_name("optimized.addressing.locs")
@@ -244,22 +251,49 @@ def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
         violation=case.violations[0].sentence if case else "",
         survived=len(searches) - len(kills),
         crashes=sum(search.kill.crashes for search in searches),
+        error=min((kill.error for kill in kills if kill.error is not None), default=None),
     )
 
 
 def table(rows: Sequence[KillRow]) -> Table:
     """The report for a terminal."""
-    out = Table("mutant", "bug", "verdict", "by", "executions", "seconds", "shrunk to")
+    out = Table(
+        Column("mutant", no_wrap=True),
+        Column("verdict", no_wrap=True),
+        "by",
+        *(Column(name, justify="right") for name in ("runs", "CPU s", "ops", "tokens")),
+        box=SIMPLE,
+        padding=0,
+        caption="runs and CPU s: medians to the first kill; ops and tokens: of the shrunk case",
+    )
     for row in rows:
         by = ", ".join(sorted(row.oracles, key=row.oracles.__getitem__, reverse=True))
         missed = f", but not {row.survived} times" if row.oracles and row.survived else ""
         out.add_row(
             row.name,
-            row.bug,
             row.verdict + missed,
-            by or (row.proof or ""),
+            by or ("a proof" if row.proof else ""),
             f"{row.executions:g}",
             f"{row.cpu_seconds:.2f}",
-            f"{row.operations} operations, {row.tokens} tokens" if row.operations else "",
+            str(row.operations or ""),
+            str(row.tokens or ""),
         )
     return out
+
+
+def markdown(rows: Sequence[KillRow]) -> str:
+    """The report as the table of docs/mutants.md."""
+    lines = [
+        "| mutant | what the faulty engine does | bug | found by | executions | seconds | err/B "
+        "| case |",
+        "|---|---|---|---|--:|--:|--:|---|",
+    ]
+    for row in rows:
+        by = ", ".join(sorted(row.oracles)) or ("none: " + row.verdict)
+        size = f"operations {row.operations}, tokens {row.tokens}" if row.operations else "-"
+        error = "" if row.error is None else f"{row.error:.3g}"
+        lines.append(
+            f"| `{row.name}` | {row.sentence} | {row.bug} | {by} | {row.executions:g} "
+            f"| {row.cpu_seconds:.2f} | {error} | {size} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -8,11 +8,13 @@ other change must lie at a new position of one of the operation's own requests.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from fuzz.oracles.view import PLACES, Mask, Viewer
+from fuzz.oracles.view import PLACES, Viewer
 from fuzz.step import Step, Violation, World
-from reference.addressing import index_slots, locs
 from reference.contract import Component, Snapshot
+
+Mask = npt.NDArray[np.bool_]
 
 
 class Containment:
@@ -25,24 +27,26 @@ class Containment:
 
     def check(self, step: Step) -> list[Violation]:
         """Every changed row had to change, or was nobody's and is poison now."""
-        view, kpool = self._viewer.look(step), self._world.geometry.kpool
+        view = self._viewer.look(step)
         found = []
         for (component, layer), changed in view.changed.items():
-            if not changed.any():
+            if not changed.size:
                 continue
-            rows = view.rows[component, layer]
-            was, is_ = (r.content(component, len(rows), kpool) for r in (view.before, view.after))
+            buffer = self._viewer.buffers[component, layer]
+            was, is_ = (r.content[component][changed] for r in (view.before, view.after))
             kept = (was == is_) & (was != 0)
-            poison = (rows == 0xFF).all(axis=1)
-            allowed = ~kept & (self._new(component, step, len(rows)) | poison)
-            for at in np.flatnonzero(changed & ~allowed)[:1]:
-                owner = "nobody's, so it may only become poison"
-                if kept[at]:
-                    places, _ = view.after.joined(component)
-                    first = int(np.flatnonzero(places == at)[0])
-                    reader, i = view.after.owner(component, first)
-                    owner = f"{reader.name}'s row {reader.first + i}, so it may not change"
-                place = PLACES[component].format(int(at))
+            new = self._new(component, step, len(buffer))[changed]
+            doubtful = (kept | ~new).nonzero()[0]
+            if not doubtful.size:
+                continue
+            poison = (buffer[changed[doubtful]] == 0xFF).all(axis=1)
+            for i in doubtful[kept[doubtful] | ~poison][:1]:
+                at, owner = int(changed[i]), "nobody's, so it may only become poison"
+                if kept[i]:
+                    reader = next(r for r in view.after.readers[component] if at in r.rows)
+                    unit = reader.units[int(np.flatnonzero(reader.rows == at)[0])]
+                    owner = f"{reader.name}'s row {unit}, so it may not change"
+                place = PLACES[component].format(at)
                 sentence = f"{place} changed in '{step.text}', but it is {owner}."
                 found.append(Violation(self.name, component.value, sentence))
         return found
@@ -58,25 +62,20 @@ class Containment:
             for slot in (0, *(running[r].slot for r in step.calls & running.keys())):
                 new[slot * ring : (slot + 1) * ring] = True
         elif component is Component.STATE:
-            new[list(_state_slots(step, step.before) | _state_slots(step, step.after))] = True
+            slots = _state_slots(step, step.before) | _state_slots(step, step.after)
+            new[[slot for slot in slots if slot < rows]] = True
         else:
             self._mark_positions(new, component, step)
         return new
 
     def _mark_positions(self, new: Mask, component: Component, step: Step) -> None:
         geometry, kv = self._world.geometry, component is Component.KV
+        kpool = 1 if kv else geometry.kpool
         new[: geometry.logical_page_size if kv else geometry.index_page_size] = True
         for request, (start, stop) in step.wrote.items():
             account = step.after.requests.get(request)
-            pages = account.pages if account else ()
-            stop = min(stop, len(pages) * geometry.logical_page_size)
-            if start >= stop:
-                continue
-            if kv:
-                places = locs(pages, start, stop, geometry)
-            else:
-                groups = start // geometry.kpool, stop // geometry.kpool
-                places = index_slots(pages, *groups, geometry)
+            rows, slots = self._viewer.places(account.pages if account else ())
+            places = (rows if kv else slots)[start // kpool : stop // kpool]
             new[places[places < len(new)]] = True
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fuzz.oracles.view import PLACES, Layer, Reader, View, Viewer
+from fuzz.oracles.view import PLACES, Ints, Layer, Reader, View, Viewer
 from fuzz.stamps import U64, Bytes, Registry, unit_of
 from fuzz.step import Client, Step, Violation, World
-from reference.contract import Capability, Component, RequestId
+from reference.contract import Component, RequestId
 
 
 class Provenance:
@@ -27,8 +27,9 @@ class Provenance:
 
     def __init__(self, world: World, viewer: Viewer) -> None:
         self._world, self._viewer = world, viewer
-        self._raw = Capability.RAW in world.engine.capabilities
-        self._verified: dict[Layer, U64] = {}
+        self._verified = {
+            at: np.zeros(len(buffer), dtype=np.uint64) for at, buffer in viewer.buffers.items()
+        }
         self._last: Step | None = None
 
     def check(self, step: Step) -> list[Violation]:
@@ -37,8 +38,8 @@ class Provenance:
         if not self._world.stamped:
             return []
         self._last, view = step, self._viewer.look(step)
-        found = [v for at in view.rows for v in self._in_buffer(view, at)]
-        if found or not self._raw:
+        found = [v for at in self._viewer.buffers for v in self._in_buffer(view, at)]
+        if found or not self._viewer.buffers:
             return found or self._all_read(step, only=None, components=set(Component))
         return self._all_read(step, only=step.calls, components={Component.KV, Component.INDEX})
 
@@ -57,72 +58,71 @@ class Provenance:
             for client in self._world.running()
             if client.request in step.after.requests and (only is None or client.request in only)
         }
-        view = self._viewer.look(step)
+        readers = self._viewer.look(step).after.readers
         return [
             violation
             for component, layer in self._viewer.layers
             if component in components
-            for reader in view.after.readers[component]
+            for reader in readers[component]
             if reader.name in asked
-            for violation in self._as_read(asked[reader.name], reader, view, (component, layer))
+            for violation in self._as_read(asked[reader.name], reader, (component, layer))
         ]
 
     def _in_buffer(self, view: View, at: Layer) -> Iterator[Violation]:
-        """The first wrong row of a layer's buffer."""
-        component, layer = at
-        raw, kpool = view.rows[at], self._world.geometry.kpool
-        rows, chains = view.after.joined(component)
-        if rows.size and rows.max() >= len(raw):
-            reader, i = view.after.owner(component, int(rows.argmax()))
-            place = PLACES[component].format(int(rows.max()))
-            sentence = f"{place}, {reader.name}'s row {reader.first + i}, lies behind the buffer."
+        """The first wrong row of each reader of a layer's buffer."""
+        component, changed, verified = at[0], view.changed[at], self._verified[at]
+        for reader in view.after.beyond[component]:
+            i = int(reader.rows.argmax())
+            place = PLACES[component].format(int(reader.rows[i]))
+            sentence = f"{place}, {reader.name}'s row {reader.units[i]}, lies behind the buffer."
             yield Violation(self.name, component.value, sentence)
-            return
-        verified = self._verified.setdefault(at, np.zeros(len(raw), dtype=np.uint64))
-        verified[view.changed[at]] = 0
-        ends = chains[kpool - 1 :: kpool] if component is Component.INDEX else chains
-        news = np.flatnonzero(verified[rows] != ends)
-        if component is Component.INDEX:
-            chains = chains.reshape(-1, kpool)[news].reshape(-1)
-        else:
-            chains = chains[news]
-        if not news.size:
-            return
-        wrong = (raw[rows[news]] != self._expected(component, chains, layer)).any(axis=1)
-        verified[rows[news[~wrong]]] = ends[news[~wrong]]
-        for i in news[wrong][:1]:
-            reader, unit = view.after.owner(component, int(i))
-            place = PLACES[component].format(int(rows[i]))
-            yield self._wrong(component, place, reader, unit, raw[rows[i]])
+        verified[changed] = 0
+        # Old readers are right still, unless a row changed that somebody could read.
+        touched = changed.size and view.before.content[component][changed].any()
+        for reader in (view.after.readers if touched else view.after.fresh)[component]:
+            news = (verified[reader.rows] != reader.ends).nonzero()[0]
+            if news.size:
+                yield from self._judge(reader, news, at)
 
-    def _as_read(
-        self, client: Client, reader: Reader, view: View, at: Layer
-    ) -> Iterator[Violation]:
+    def _judge(self, reader: Reader, news: Ints, at: Layer) -> Iterator[Violation]:
+        """The first wrong one of a reader's rows `news`; if there is none they are verified."""
+        (component, layer), rows = at, reader.rows[news]
+        actual = self._viewer.buffers[at][rows]
+        expected = self._expected(component, reader.chains[news].reshape(-1), layer)
+        if actual.tobytes() == expected.tobytes():
+            self._verified[at][rows] = reader.ends[news]
+            return
+        first = int((actual != expected).any(axis=1).argmax())
+        place = PLACES[component].format(int(rows[first]))
+        yield self._wrong(component, place, reader, int(news[first]), actual[first])
+
+    def _as_read(self, client: Client, reader: Reader, at: Layer) -> Iterator[Violation]:
         """The first row that the engine's read path gets wrong."""
         component, layer = at
-        first, stop = reader.first, reader.first + len(reader.rows)
+        rows, chains, first, skipped = reader.rows, reader.chains, reader.units[0], 0
         if component is Component.STATE:
-            if reader.first != client.length:
-                return  # a checkpoint, which a request cannot read
-            first, stop = 0, 1
-        engine = self._world.engine
-        actual = engine.read(client.request, component, layer, first, stop).numpy()
+            if client.length not in reader.units:
+                return
+            # The others are checkpoints, which a request cannot read.
+            skipped = reader.units.index(client.length)
+            rows, chains, first = rows[[skipped]], chains[[skipped]], 0
+        stop = first + len(rows)
+        actual = self._world.engine.read(client.request, component, layer, first, stop).numpy()
         # The raw rows have just been found right, and are cheaper than to stamp anew.
-        raw = view.rows.get(at)
-        if raw is None:
-            expected = self._expected(component, reader.chains, layer)
-        else:
-            expected = raw[reader.rows]
+        buffer = self._viewer.buffers.get(at)
+        expected = (
+            self._expected(component, chains.reshape(-1), layer) if buffer is None else buffer[rows]
+        )
         if actual.shape != expected.shape:
             sentence = (
                 f"Reading {component.value} rows {first} to {stop} of {client.name} gave shape "
                 f"{actual.shape}, not {expected.shape}."
             )
             yield Violation(self.name, component.value, sentence)
-        elif not np.array_equal(actual, expected):
-            i = int(np.flatnonzero((actual != expected).any(axis=1))[0])
+        elif actual.tobytes() != expected.tobytes():
+            i = int((actual != expected).any(axis=1).argmax())
             place = f"What {client.name} reads as {component.value} row {first + i}"
-            yield self._wrong(component, place, reader, i, actual[i])
+            yield self._wrong(component, place, reader, skipped + i, actual[i])
 
     def _expected(self, component: Component, chains: U64, layer: int) -> Bytes:
         """What rows with these chain values hold."""
@@ -138,8 +138,8 @@ class Provenance:
     def _wrong(
         self, component: Component, place: str, reader: Reader, i: int, row: Bytes
     ) -> Violation:
-        world, kpool, unit = self._world, self._world.geometry.kpool, reader.first + i
-        what = unit_of(component, unit, kpool)
+        world = self._world
+        what = unit_of(component, reader.units[i], world.geometry.kpool)
         registry = Registry(world.stamper, {c.name: c.chain for c in world.clients.values()})
         holds = registry.writer(component, row)
         sentence = f"{place} should hold {reader.name}'s {what}, holds {holds}."

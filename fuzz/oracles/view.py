@@ -2,12 +2,15 @@
 
 The readers of a snapshot are its running requests and the nodes of its prefix tree.  Their rows'
 places follow from the page tables by the reference's addressing; what a row must hold follows
-from the chain of its reader's tokens (`fuzz.stamps`).
+from the chain of its reader's tokens (`fuzz.stamps`).  Most readers and most rows are the same
+after a step as before it, so both are compared, and what is new is told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +22,9 @@ from reference.addressing import index_slots, locs, tail_start
 from reference.contract import CachedNode, Capability, Component, Snapshot
 
 Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 Layer = tuple[Component, int]
 
+NONE: Ints = np.zeros(0, dtype=np.int64)
 PLACES = {
     Component.KV: "KV row {}",
     Component.INDEX: "index slot {}",
@@ -30,174 +33,243 @@ PLACES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """One owner of rows: `rows` are their places, `chains` the chain value of each (of an index
-    row: those of its kpool tokens), and `first` the position, group or length of the first."""
+    """One owner of rows.
+
+    Fields:
+        rows: their places.
+        units: the position, group or (of a state) prefix length of each.
+        chains: [rows, tokens of a row] the chain values of the tokens that each row stands for:
+            kpool of an index row, one of any other.
+    """
 
     name: str
     rows: Ints
+    units: Sequence[int]
     chains: U64
-    first: int
+
+    @property
+    def ends(self) -> U64:
+        """[rows] the chain value of each row's last token, which names its content."""
+        ends: U64 = self.chains[:, -1]
+        return ends
 
 
-@dataclass(slots=True)
+Held = tuple[tuple[int, ...], int, int, Mapping[int, int], int | None]
+"""What an owner holds: pages, the positions [first, stop) in them, states by prefix length and,
+if it runs, its ring slot."""
+Owner = tuple[Held, U64, dict[Component, Reader]]
+"""An owner of the last snapshot: what it held, the chain of its tokens, and its readers."""
+Readers = defaultdict[Component, list[Reader]]
+
+
+@dataclass(frozen=True, slots=True)
 class Readable:
-    """All readable rows of a snapshot, by component."""
+    """All readable rows of a snapshot, by component.
 
-    readers: Mapping[Component, list[Reader]] = field(
-        default_factory=lambda: {component: [] for component in Component}
-    )
-    _joined: dict[Component, tuple[Ints, U64]] = field(default_factory=dict)
-    _content: dict[Component, U64] = field(default_factory=dict)
+    Fields:
+        fresh: those of the readers that the snapshot before did not have.
+        beyond: readers of rows behind the end of their buffer, which are not in `readers`.
+        content: [rows] the chain value that each of a buffer's rows must stand for, 0 for none.
+    """
 
-    def joined(self, component: Component) -> tuple[Ints, U64]:
-        """Rows and chains of all readers, one after the other."""
-        if component not in self._joined:
-            readers = self.readers[component]
-            rows = [np.empty(0, np.int64), *(r.rows for r in readers)]
-            chains = [np.empty(0, np.uint64), *(r.chains for r in readers)]
-            self._joined[component] = np.concatenate(rows), np.concatenate(chains)
-        return self._joined[component]
+    readers: Readers = field(default_factory=lambda: defaultdict(list))
+    fresh: Readers = field(default_factory=lambda: defaultdict(list))
+    beyond: Readers = field(default_factory=lambda: defaultdict(list))
+    content: dict[Component, U64] = field(default_factory=dict)
 
-    def owner(self, component: Component, at: int) -> tuple[Reader, int]:
-        """The reader of row number `at` of `joined`, and which of its rows that is."""
-        for reader in self.readers[component]:
-            if at < len(reader.rows):
-                return reader, at
-            at -= len(reader.rows)
-        raise IndexError(at)
 
-    def content(self, component: Component, rows: int, kpool: int) -> U64:
-        """[rows] the chain value that each of a buffer's rows must stand for, 0 for none."""
-        if component not in self._content:
-            at, chains = self.joined(component)
-            self._content[component] = held = np.zeros(rows, dtype=np.uint64)
-            # A row beyond the buffer is left to the provenance oracle.
-            inside = at < rows
-            last = chains[kpool - 1 :: kpool] if component is Component.INDEX else chains
-            held[at[inside]] = last[inside]
-        return self._content[component]
+class Buffer:
+    """A layer's raw buffer as rows, with a copy of it as it was when last looked at."""
+
+    def __init__(self, raw: Bytes, *parts: Bytes) -> None:
+        """`parts`: views of the engine's memory `raw` that make the rows: one of [rows, bytes],
+        or several of [pages, rows of a page, bytes] that belong side by side."""
+        self._raw, self._parts = raw, parts
+        self._page_rows = None if parts[0].ndim == 2 else parts[0].shape[1]
+        self._rows = math.prod(parts[0].shape[:-1])
+        # Compared in words, which are fewer than bytes.
+        words = [part.view(f"u{math.gcd(8, part.shape[-1])}") for part in parts]
+        self._words = [(now, now.copy()) for now in words]
+        self._bytes = raw.tobytes()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, rows: Ints) -> Bytes:
+        """[n, row bytes]: a copy of the given rows."""
+        if self._page_rows is None:
+            return self._parts[0][rows]
+        at = rows // self._page_rows, rows % self._page_rows
+        return np.concatenate([part[at] for part in self._parts], axis=1)
+
+    def changed(self) -> Ints:
+        """The rows that differ from the last time, ascending."""
+        now_bytes = self._raw.tobytes()
+        if now_bytes == self._bytes:
+            return NONE
+        self._bytes = now_bytes
+        touched = np.zeros(self._rows, dtype=bool)
+        for now, then in self._words:
+            touched[(now != then).ravel().nonzero()[0] // now.shape[-1]] = True
+            then[...] = now
+        return touched.nonzero()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Around one step.  `rows` are all raw buffers after it, [rows, row bytes] each, and
-    `changed` says which of their rows differ from before."""
+    """Around one step: who may read what, and which rows of each raw buffer it changed."""
 
     before: Readable
     after: Readable
-    rows: Mapping[Layer, Bytes]
-    changed: Mapping[Layer, Mask]
+    changed: Mapping[Layer, Ints]
 
 
 class Viewer:
-    """Makes each step's view once, for all oracles.  Without Capability.RAW it has no rows."""
+    """Makes each step's view once, for all oracles.  Without Capability.RAW it has no buffers."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        raw = Capability.RAW in world.engine.capabilities
         self.layers = [(c, i) for c in Component for i in range(layers_of(world, c))]
-        self._raw = self.layers if raw else []
+        raw = Capability.RAW in world.engine.capabilities
+        self.buffers = {at: self._buffer(*at) for at in (self.layers if raw else ())}
         self._chains: dict[tuple[int, ...], U64] = {}
-        self._rows = self._copy()
-        self._readable = Readable()
+        self._places: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+        self._owners: dict[str, Owner] = {}
         self._step: Step | None = None
-        self._view = View(self._readable, self._readable, self._rows, {})
+        content = {c: np.zeros(len(b), np.uint64) for (c, _), b in self.buffers.items()}
+        nobody = Readable(content=content)
+        self._view = View(nobody, nobody, {})
 
     def look(self, step: Step) -> View:
         """The view of `step`, which has just been done."""
         if self._step is not step:
-            before, rows_before = self._readable, self._rows
-            self._step, self._readable, self._rows = step, self._find(step.after), self._copy()
-            changed = {at: (rows != rows_before[at]).any(axis=1) for at, rows in self._rows.items()}
-            self._view = View(before, self._readable, self._rows, changed)
+            self._step = step
+            changed = {at: buffer.changed() for at, buffer in self.buffers.items()}
+            self._view = View(self._view.after, self._find(step.after), changed)
         return self._view
 
-    def _copy(self) -> dict[Layer, Bytes]:
-        return {(c, i): self._buffer(c, i) for c, i in self._raw}
+    def places(self, pages: tuple[int, ...]) -> tuple[Ints, Ints]:
+        """The locs and the index slots of all that these logical pages have room for."""
+        if pages not in self._places:
+            geometry = self._world.geometry
+            positions = len(pages) * geometry.logical_page_size
+            self._places[pages] = (
+                locs(pages, 0, positions, geometry),
+                index_slots(pages, 0, positions // geometry.kpool, geometry),
+            )
+        return self._places[pages]
 
-    def _buffer(self, component: Component, layer: int) -> Bytes:
-        """A copy of a layer's raw buffer, row by row: locs, index slots (key and scale put
-        together), ring rows or state slots."""
+    def _buffer(self, component: Component, layer: int) -> Buffer:
+        """A layer's locs, index slots (key and scale side by side), ring rows or state slots."""
         raw: Bytes = self._world.engine.raw(component, layer).numpy()
         if component is Component.INDEX:
-            size, dim = self._world.geometry.index_page_size, self._world.shape.index_dim
-            keys = raw[:, : size * dim].reshape(-1, dim)
-            return np.hstack([keys, raw[:, size * dim :].reshape(-1, 4)])
-        return raw.reshape(-1, raw.shape[-1]).copy()
+            size = self._world.geometry.index_page_size
+            keys = size * self._world.shape.index_dim
+            halves = raw[:, :keys], raw[:, keys:]
+            return Buffer(raw, *(half.reshape(len(raw), size, -1) for half in halves))
+        return Buffer(raw, raw.reshape(-1, raw.shape[-1]))
 
     def _find(self, snapshot: Snapshot) -> Readable:
         """Rows behind the caller's own count of a request's tokens, or behind its page table,
         are left out: such a snapshot fails the exact oracle."""
-        found = Readable()
+        found, seen = Readable(), self._owners
+        self._owners = {}
         for request, view in snapshot.requests.items():
             client = self._world.clients[request]
             stop = min(view.length, client.length)
-            self._paged(found, client.name, view.pages, client.chain, 0, stop)
-            self._tail(found, client.name, view.slot, client.chain, stop)
             states = {**view.checkpoints, view.state_position: view.state_slot}
-            self._states(found, client.name, states, client.chain)
-        for name, node, path in self._nodes(snapshot.cached):
-            chain = self._chain(path)
+            held: Held = (view.pages, 0, stop, states, view.slot)
+            self._add(found, client.name, client.chain, held, seen.get(client.name))
+        for name, node, path in _nodes(snapshot.cached):
             first = len(path) - len(node.tokens)
-            self._paged(found, name, node.pages, chain, first, len(path))
-            self._states(found, name, node.checkpoints, chain)
+            held = node.pages, first, len(path), node.checkpoints, None
+            self._add(found, name, self._chain(path), held, seen.get(name))
+        self._fill(found, self._view.after)
         return found
+
+    def _fill(self, found: Readable, before: Readable) -> None:
+        """Work out the content of `found`, where its readers are not those of `before`."""
+        for component, content in before.content.items():
+            readers = found.readers[component]
+            if readers != before.readers[component]:
+                content = np.zeros_like(content)
+                for reader in [*readers]:
+                    try:
+                        content[reader.rows] = reader.ends
+                    except IndexError:
+                        readers.remove(reader)
+                        found.fresh[component].remove(reader)
+                        found.beyond[component].append(reader)
+            found.content[component] = content
+
+    def _add(self, found: Readable, name: str, chain: U64, held: Held, seen: Owner | None) -> None:
+        """Enter what an owner may read; `seen` is what it was in the snapshot before."""
+        if seen is not None and seen[0] == held and seen[1] is chain:
+            for component, reader in seen[2].items():
+                found.readers[component].append(reader)
+            self._owners[name] = seen
+            return
+        pages, first, stop, states, slot = held
+        made = {**self._paged(name, pages, chain, first, stop), **_states(name, states, chain)}
+        if slot is not None:
+            made |= self._tail(name, slot, chain, stop)
+        for component, reader in made.items():
+            found.fresh[component].append(reader)
+            found.readers[component].append(reader)
+        self._owners[name] = held, chain, made
 
     def _chain(self, tokens: tuple[int, ...]) -> U64:
         if tokens not in self._chains:
             self._chains[tokens] = self._world.stamper.chain(tokens)
         return self._chains[tokens]
 
-    def _nodes(
-        self, cached: Iterable[CachedNode]
-    ) -> Iterable[tuple[str, CachedNode, tuple[int, ...]]]:
-        """Each node with the tokens of its path; nodes without a path are left out."""
-        paths: dict[int | None, tuple[int, ...]] = {None: ()}
-        waiting = list(cached)
-        while ready := [node for node in waiting if node.parent in paths]:
-            waiting = [node for node in waiting if node.parent not in paths]
-            for node in ready:
-                paths[node.node] = path = paths[node.parent] + node.tokens
-                yield f"cached prefix {node.node}", node, path
-
     def _paged(
-        self,
-        found: Readable,
-        name: str,
-        pages: tuple[int, ...],
-        chain: U64,
-        first: int,
-        stop: int,
-    ) -> None:
+        self, name: str, pages: tuple[int, ...], chain: U64, first: int, stop: int
+    ) -> dict[Component, Reader]:
         """KV and index rows of positions first .. stop - 1, the first of them in pages[0]."""
-        geometry = self._world.geometry
-        stop = min(stop, first + len(pages) * geometry.logical_page_size)
-        if stop <= first:
-            return
-        rows = locs(pages, 0, stop - first, geometry)
-        found.readers[Component.KV].append(Reader(name, rows, chain[first:stop], first))
-        group, last = first // geometry.kpool, stop // geometry.kpool
+        kpool, (rows, slots) = self._world.geometry.kpool, self.places(pages)
+        stop = min(stop, first + len(rows))
+        group, last = first // kpool, stop // kpool
+        made = {}
+        if stop > first:
+            made[Component.KV] = Reader(
+                name, rows[: stop - first], range(first, stop), chain[first:stop, None]
+            )
         if last > group:
-            slots = index_slots(pages, 0, last - group, geometry)
-            chains = chain[group * geometry.kpool : last * geometry.kpool]
-            found.readers[Component.INDEX].append(Reader(name, slots, chains, group))
+            chains = chain[group * kpool : last * kpool].reshape(-1, kpool)
+            made[Component.INDEX] = Reader(name, slots[: last - group], range(group, last), chains)
+        return made
 
-    def _tail(self, found: Readable, name: str, slot: int, chain: U64, length: int) -> None:
+    def _tail(self, name: str, slot: int, chain: U64, length: int) -> dict[Component, Reader]:
         geometry = self._world.geometry
         start = int(tail_start(length, geometry))
-        if start < length:
-            rows = slot * geometry.ring_size + np.arange(start, length) % geometry.ring_size
-            found.readers[Component.TAIL].append(Reader(name, rows, chain[start:length], start))
+        if start == length:
+            return {}
+        rows = slot * geometry.ring_size + np.arange(start, length) % geometry.ring_size
+        return {Component.TAIL: Reader(name, rows, range(start, length), chain[start:length, None])}
 
-    def _states(self, found: Readable, name: str, states: Mapping[int, int], chain: U64) -> None:
-        """States after the given prefix lengths; one after no token has no writer to name."""
-        for length, slot in states.items():
-            if 0 < length <= len(chain):
-                found.readers[Component.STATE].append(
-                    Reader(name, np.array([slot]), chain[length - 1 : length], length)
-                )
+
+def _states(name: str, states: Mapping[int, int], chain: U64) -> dict[Component, Reader]:
+    """States after the given prefix lengths; one after no token has no writer to name."""
+    lengths = [length for length in states if 0 < length <= len(chain)]
+    if not lengths:
+        return {}
+    slots = np.array([states[length] for length in lengths])
+    chains = chain[np.array(lengths) - 1, None]
+    return {Component.STATE: Reader(name, slots, lengths, chains)}
+
+
+def _nodes(cached: Iterable[CachedNode]) -> Iterable[tuple[str, CachedNode, tuple[int, ...]]]:
+    """Each node with the tokens of its path; nodes without a path are left out."""
+    paths: dict[int | None, tuple[int, ...]] = {None: ()}
+    waiting = list(cached)
+    while ready := [node for node in waiting if node.parent in paths]:
+        waiting = [node for node in waiting if node.parent not in paths]
+        for node in ready:
+            paths[node.node] = path = paths[node.parent] + node.tokens
+            yield f"cached prefix {node.node}", node, path
 
 
 def layers_of(world: World, component: Component) -> int:

@@ -64,16 +64,17 @@ class Session:
         self.snapshot = world.engine.inspect()
         self._fresh_tokens = 0
         self._short = False
+        self._running: list[Client] = []
         self._lengths = boundaries(world.geometry, max_length)
         # For each kind: whom or what it could concern, and the operation on one of those.
         self._kinds: dict[str, tuple[Callable[[], Sequence[object]], Callable[[], Step]]] = {
             "submit": (lambda: range(MOST_REQUESTS - len(world.clients)), self._submit),
             "extend": (self._unfilled, self._extend),
             "decode": (self._decodable, self._decode),
-            "finish": (world.running, lambda: self._leave("finish")),
-            "retract": (world.running, lambda: self._leave("retract")),
+            "finish": (lambda: self._running, lambda: self._leave("finish")),
+            "retract": (lambda: self._running, lambda: self._leave("retract")),
             "resume": (self._retracted, self._resume),
-            "abort": (world.running, lambda: self._leave("abort")),
+            "abort": (lambda: self._running, lambda: self._leave("abort")),
             "evict": (lambda: self.snapshot.cached, self._evict),
             "verify": (self._verifiable, self._verify),
             "accept": (self._pending, self._accept),
@@ -82,7 +83,7 @@ class Session:
     def step(self, weights: Sequence[float]) -> Step | None:
         """Draw and do one operation; None when the tape says stop.  `weights` are those of
         stopping and then of each of KINDS."""
-        start = len(self.tape.values)
+        start, self._running = len(self.tape.values), self.world.running()
         with self.tape.span("operation"):
             if self.tape.generating:
                 weights = [w * p for w, p in zip(weights, self._likelihoods(), strict=True)]
@@ -107,7 +108,7 @@ class Session:
     def _likelihoods(self) -> Iterator[float]:
         """Of stopping and of each kind: generation leaves out what is not possible, and mostly
         what will be refused."""
-        full = len(self.world.running()) >= self.world.options.max_requests
+        full = len(self._running) >= self.world.options.max_requests
         yield 1.0
         for kind, (who, _) in self._kinds.items():
             futile = (full and kind in ("submit", "resume")) or (self._short and kind in HUNGRY)
@@ -117,20 +118,18 @@ class Session:
         return kind not in NEEDS or NEEDS[kind] in self.world.engine.capabilities
 
     def _unfilled(self) -> list[Client]:
-        return [c for c in self.world.running() if c.length < len(c.tokens)]
+        return [c for c in self._running if c.length < len(c.tokens)]
 
     def _decodable(self) -> list[Client]:
         return [
-            c
-            for c in self.world.running()
-            if c.length == len(c.tokens) < self.max_length and not c.drafts
+            c for c in self._running if c.length == len(c.tokens) < self.max_length and not c.drafts
         ]
 
     def _verifiable(self) -> list[Client]:
         return self._decodable() if self.world.geometry.max_drafts else []
 
     def _pending(self) -> list[Client]:
-        return [c for c in self.world.running() if c.drafts]
+        return [c for c in self._running if c.drafts]
 
     def _retracted(self) -> list[Client]:
         return [c for c in self.world.clients.values() if c.status == "retracted"]
@@ -326,7 +325,7 @@ class Session:
         return step
 
     def _leave(self, how: str) -> Step:
-        client = self._one(self.world.running())
+        client = self._one(self._running)
         step = self._begin(f"{how} {client.name} at {client.length} of {len(client.tokens)} tokens")
         step.calls.add(client.request)
         returned = getattr(self.world.engine, how)(client.request)

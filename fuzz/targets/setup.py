@@ -101,6 +101,17 @@ class Setup:
     max_tokens: int
     max_length: int
 
+    def __str__(self) -> str:
+        geometry, options = self.geometry, self.options
+        scales = "rounded" if geometry.round_scale else "exact"
+        return (
+            f"kpool {geometry.kpool}, physical page {geometry.physical_page_size}, "
+            f"interval {geometry.mamba_track_interval}, drafts {geometry.max_drafts}, "
+            f"{geometry.row_format.value} rows, {scales} scales; {options.pages} pages, "
+            f"{options.state_slots} states, {options.max_requests} requests, "
+            f"{options.page_order} order; {self.payload}"
+        )
+
 
 def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
     """Read a setup off the tape.  `options.ape` is still to be filled in."""

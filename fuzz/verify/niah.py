@@ -94,7 +94,7 @@ def samples(*, order: Order, shared: bool, seed: int, length: int = LENGTH) -> l
         Needle(depth=int(depth), key=2 * i, value=2 * i + 1) for i, depth in enumerate(depths)
     ]
     if order == "random":
-        rng.shuffle(needles)  # type: ignore[arg-type]  # numpy shuffles any mutable sequence
+        rng.shuffle(needles)
     haystack = rng.integers(RESERVED, VOCAB, length)
     made = []
     for needle in needles:

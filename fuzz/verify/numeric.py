@@ -6,9 +6,8 @@ groups of requests are prefilled together in chunks and decoded in one batch, on
 random weights.  What the engine stored and returned is then audited (`reference.bounds`):
 nothing may be off by more than rounding explains.
 
-The model has one KDA layer and one DSA layer.  With each further KDA layer the bound widens by
-an order of magnitude, and at three it exceeds the KV rows themselves: an audit that anything
-passes.
+The model has three KDA layers below one DSA layer, GLM-5.3-Flash's pattern once.  With a further
+DSA layer above, the audit would need the selection of every position.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from reference.geometry import Geometry, ModelShape
 
 GEOMETRY = Geometry(topk=128)
 SHAPE = ModelShape(
-    layers=2,
-    dsa_period=2,
+    layers=4,
+    dsa_period=4,
     vocab=211,
     hidden=64,
     heads=2,
@@ -51,7 +50,7 @@ SHAPE = ModelShape(
 )
 SAMPLE = 48
 LONGEST = 16_000
-"""Prompt tokens of the longest request in a sample: four in five of the trace are shorter."""
+"""Prompt tokens of the longest request in a sample: three in four of the trace are shorter."""
 PAGES = 288
 """Room for the longest requests together, and for a part of the prefixes that they leave."""
 TOGETHER = 4

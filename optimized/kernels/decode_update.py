@@ -32,7 +32,8 @@ def decode_update(
 
     Args:
         index_pool: [pages, index_page_size * (index_dim + 4)] uint8.
-        ring_key, ring_gate: [ring slots, ring_size, index_dim] bf16.
+        ring_key, ring_gate: [ring slots, ring_size, index_dim] bf16, of equal strides, a row's
+            channels side by side and the rows evenly spaced.
         key, gate: [batch, index_dim] bf16.
         ring_slot, position: [batch] int64.
         index_slot: [batch] int64, 0 where the position closes no group.
@@ -48,6 +49,7 @@ def decode_update(
             ape,
             len(position),
             ring_key.shape[1],
+            ring_key.stride(1),
             index_pool.shape[1],
             KPOOL=kpool,
             PAGE=index_page_size,
@@ -91,6 +93,7 @@ def decode_update_kernel(
     ape,
     batch,
     ring_size,
+    ring_stride,
     page_bytes,
     KPOOL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -109,7 +112,7 @@ def decode_update_kernel(
     at = row.to(tl.int64)[:, None] * DIM + channel
     new_key = tl.load(key + at, mask=live[:, None], other=0)
     new_gate = tl.load(gate + at, mask=live[:, None], other=0)
-    into = (ring + newest % ring_size)[:, None] * DIM + channel
+    into = (ring + newest % ring_size)[:, None] * ring_stride + channel
     tl.store(ring_key + into, new_key, mask=live[:, None])
     tl.store(ring_gate + into, new_gate, mask=live[:, None])
 
@@ -118,7 +121,7 @@ def decode_update_kernel(
     normaliser = tl.full((ROWS, DIM), 1.0, tl.float32)
     total = casts.bf16_value(new_key)
     for back in tl.static_range(1, KPOOL):
-        waiting = (ring + (newest - back) % ring_size)[:, None] * DIM + channel
+        waiting = (ring + (newest - back) % ring_size)[:, None] * ring_stride + channel
         gate_bits = tl.load(ring_gate + waiting, mask=closes[:, None], other=0)
         key_bits = tl.load(ring_key + waiting, mask=closes[:, None], other=0)
         score = casts.bf16_value(gate_bits) + tl.load(ape + (KPOOL - 1 - back) * DIM + channel)

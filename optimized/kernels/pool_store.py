@@ -32,7 +32,8 @@ def pool_store(
         slots: [groups] int64, where each group goes; slots of page 0 are padding.
         src: [groups, kpool] int64, a row of the ring if below its number of rows, else (less
             that number) of the chunk.
-        ring_key, ring_gate: [ring rows, index_dim] bf16.
+        ring_key, ring_gate: [ring rows, index_dim] bf16, of equal strides, a row's channels side
+            by side.
         chunk_key, chunk_gate: [positions, index_dim] bf16.
         ape: [kpool, index_dim] float32.
     """
@@ -60,6 +61,7 @@ def pool_store(
         ape,
         groups,
         len(ring_key),
+        ring_key.stride(0),
         index_pool.shape[1],
         KPOOL=kpool,
         PAGE=index_page_size,
@@ -81,6 +83,7 @@ def pool_store_kernel(
     ape,
     groups,
     ring_rows,
+    ring_stride,
     page_bytes,
     KPOOL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -97,8 +100,8 @@ def pool_store_kernel(
     total = tl.zeros((ROWS, DIM), tl.float32)
     for s in tl.static_range(KPOOL):
         row = tl.load(src + group * KPOOL + s, mask=live, other=0)
-        gate = load_source(ring_gate, chunk_gate, row, ring_rows, live, DIM)
-        key = load_source(ring_key, chunk_key, row, ring_rows, live, DIM)
+        gate = load_source(ring_gate, chunk_gate, row, ring_rows, ring_stride, live, DIM)
+        key = load_source(ring_key, chunk_key, row, ring_rows, ring_stride, live, DIM)
         gate += tl.load(ape + s * DIM + channel)
         top, normaliser, total = pooled_key.fold(top, normaliser, total, gate, key)
     slot = tl.load(slots + group, mask=live, other=0)
@@ -108,11 +111,11 @@ def pool_store_kernel(
 
 
 @triton.jit
-def load_source(ring, chunk, row, ring_rows, live, DIM: tl.constexpr):
+def load_source(ring, chunk, row, ring_rows, ring_stride, live, DIM: tl.constexpr):
     """[rows, DIM] float32: row `row` of the ring, or of the chunk from ring_rows on."""
     channel = tl.arange(0, DIM)
     in_ring = row < ring_rows
-    from_ring = ring + row[:, None] * DIM + channel
+    from_ring = ring + row[:, None] * ring_stride + channel
     from_chunk = chunk + (row - ring_rows)[:, None] * DIM + channel
     ring_bits = tl.load(from_ring, mask=(live & in_ring)[:, None], other=0)
     chunk_bits = tl.load(from_chunk, mask=(live & ~in_ring)[:, None], other=0)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+NONE: Ids = np.zeros(0, dtype=np.int64)
 PADDING = 0
 """The cell that masked rows read and write; never handed out."""
 
@@ -64,6 +65,8 @@ class Allocator:
 
     def allocate(self, count: int) -> Ids:
         """[count] int64: fresh ids, each held once.  The caller has made room before."""
+        if not count:
+            return NONE
         assert count <= len(self._free), "allocate() was called without enough free ids"
         ids = np.array([heapq.heappop(self._free)[1] for _ in range(count)], dtype=np.int64)
         assert not self.counts[ids].any(), "a free id is still held"

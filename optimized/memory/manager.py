@@ -111,7 +111,7 @@ class Memory:
             return
         self.make_room(pages=int(pages.sum()), states=int(states.sum()))
         table.widen(int(stops.max()))
-        for place in np.flatnonzero(pages | states).tolist():
+        for place in (pages | states).nonzero()[0].tolist():
             slot = int(slots[place])
             held, more = int(table.pages_held[slot]), int(pages[place])
             table.pages[slot, held : held + more] = self.pages.allocate(more)
@@ -130,7 +130,7 @@ class Memory:
         self.table.length[slots] = stops
         self.table.state_position[slots] = stops
         at_checkpoint = stops % self.geometry.mamba_track_interval == 0
-        for place in np.flatnonzero(at_checkpoint).tolist():
+        for place in at_checkpoint.nonzero()[0].tolist():
             record = self.table.by_slot[slots[place]]
             assert record is not None, "only running requests advance"
             self.keep_checkpoint(record, int(stops[place]))
@@ -158,7 +158,7 @@ class Memory:
 
     def _switch(self, own: Array, cached: Array) -> None:
         """Let the page table read the cached pages, and free the duplicates."""
-        differ = np.flatnonzero(own != cached)
+        differ = (own != cached).nonzero()[0]
         duplicates = own[differ]
         self.pages.retain(cached[differ])
         own[differ] = cached[differ]
@@ -175,13 +175,13 @@ class Memory:
 
     def snapshot(self) -> Snapshot:
         """Page tables, owners and counts, copied."""
-        counts = self.pages.counts
+        counts = enumerate(self.pages.counts.tolist())
         return Snapshot(
             requests={r.id: self._view(r) for r in self.table.by_id.values()},
             cached=tuple(_cached(node) for node in self.tree.nodes()),
             free_pages=self.pages.free_ids(),
             free_states=self.states.free_ids(),
-            ref_counts={int(page): int(counts[page]) for page in np.flatnonzero(counts)},
+            ref_counts={page: count for page, count in counts if count},
             hits=self.hits,
             evicted_pages=self.tree.evicted_pages,
             reused_pages=self.pages.reused,
@@ -189,14 +189,15 @@ class Memory:
 
     def _view(self, record: Request) -> RequestView:
         slot, table = record.slot, self.table
+        _, length, pending, pages_held, state, state_position = table.columns[:, slot].tolist()
         return RequestView(
-            length=int(table.length[slot]),
-            pages=tuple(table.pages[slot, : table.pages_held[slot]].tolist()),
+            length=length,
+            pages=tuple(table.pages[slot, :pages_held].tolist()),
             shared=record.shared,
             slot=slot,
-            state_slot=int(table.state[slot]),
-            state_position=int(table.state_position[slot]),
-            pending=int(table.pending[slot]),
+            state_slot=state,
+            state_position=state_position,
+            pending=pending,
             checkpoints=dict(record.checkpoints),
         )
 

@@ -24,7 +24,8 @@ class Pools:
         kv: [dsa_layers, pages * logical_page_size, row_bytes] uint8.
         index: [dsa_layers, pages, index_page_bytes] uint8.
         state: [state_slots, kda_layers, state_width] float32.
-        ring_key, ring_gate: [dsa_layers, max_requests + 1, ring_size, index_dim] bf16.
+        ring: [dsa_layers, max_requests + 1, ring_size, 2 * index_dim] bf16, of which
+        ring_key, ring_gate: [dsa_layers, max_requests + 1, ring_size, index_dim] are views.
     """
 
     def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
@@ -32,16 +33,17 @@ class Pools:
         locs = options.pages * geometry.logical_page_size
         row_bytes = geometry.row_format.row_bytes(shape.latent)
         page_bytes = geometry.index_page_bytes(shape.index_dim)
-        ring = (layers, rings, geometry.ring_size, shape.index_dim)
         self._poison = options.poison
         self._page_size = geometry.logical_page_size
         self.kv = torch.zeros(layers, locs, row_bytes, dtype=torch.uint8)
         self.index = torch.zeros(layers, options.pages, page_bytes, dtype=torch.uint8)
         self.state = torch.zeros(options.state_slots, len(shape.kda_layers), shape.state_width)
-        self.ring_key = torch.zeros(ring, dtype=torch.bfloat16)
-        self.ring_gate = torch.zeros(ring, dtype=torch.bfloat16)
+        self.ring = torch.zeros(
+            layers, rings, geometry.ring_size, 2 * shape.index_dim, dtype=torch.bfloat16
+        )
+        self.ring_key, self.ring_gate = self.ring.chunk(2, dim=-1)
         if self._poison:
-            for buffer in (self.kv, self.index, self.state, self.ring_key, self.ring_gate):
+            for buffer in (self.kv, self.index, self.state, self.ring):
                 buffer.view(torch.uint8).fill_(POISON)
 
     def scrub_pages(self, ids: Ids) -> None:
@@ -60,9 +62,7 @@ class Pools:
     def scrub_rings(self, ids: Ids) -> None:
         """Poison freed ring rows."""
         if self._poison:
-            rows = torch.from_numpy(ids)
-            for ring in (self.ring_key, self.ring_gate):
-                ring.view(torch.uint8).index_fill_(1, rows, POISON)
+            self.ring.view(torch.uint8).index_fill_(1, torch.from_numpy(ids), POISON)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy one KDA state; a running state is copied, never handed over."""

@@ -53,9 +53,9 @@ class RequestTable:
         self.by_slot: list[Request | None] = [None] * slots
         self.tokens = np.zeros((slots, page_size), dtype=np.int64)
         self.pages = np.zeros((slots, 1), dtype=np.int64)
-        self._columns = np.zeros((6, slots), dtype=np.int64)
-        self.known, self.length, self.pending = self._columns[:3]
-        self.pages_held, self.state, self.state_position = self._columns[3:]
+        self.columns = np.zeros((6, slots), dtype=np.int64)
+        self.known, self.length, self.pending = self.columns[:3]
+        self.pages_held, self.state, self.state_position = self.columns[3:]
 
     def add(self, request: Request) -> None:
         """Enter a request, whose columns the caller fills."""
@@ -66,7 +66,7 @@ class RequestTable:
         """Strike a request out; its columns become those of an empty row."""
         del self.by_id[request.id]
         self.by_slot[request.slot] = None
-        self._columns[:, request.slot] = 0
+        self.columns[:, request.slot] = 0
 
     def widen(self, tokens: int) -> None:
         """Make room for requests of so many tokens."""
