@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import msgspec
 import torch
@@ -19,6 +21,7 @@ from fuzz.shrink import cost, shrink
 from fuzz.step import Violation
 from fuzz.tape import Tape
 from fuzz.targets.setup import Pin
+from fuzz.workers import workers
 
 BATCH = 25
 """Seeds that a worker takes at a time."""
@@ -60,6 +63,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         failures: by signature, the smallest case first.
         ratios: largest error by its bound of the model runs, by stage.
         skipped: operations that the engine lacks the capability for.
+        interrupted: Ctrl-C ended it early.
     """
 
     plan: Plan
@@ -72,6 +76,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     failures: list[Failure]
     ratios: dict[str, float]
     skipped: list[str]
+    interrupted: bool = False
 
     @property
     def executions_per_second_and_core(self) -> float:
@@ -79,8 +84,8 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Nothing was found, and nothing that must be seen was missed."""
-        return not self.failures and not self.missing
+        """It ran to its end, nothing was found, and nothing that must be seen was missed."""
+        return not self.failures and not self.missing and not self.interrupted
 
 
 class _Part(msgspec.Struct, kw_only=True):
@@ -119,13 +124,23 @@ class _Part(msgspec.Struct, kw_only=True):
 
 def run(plan: Plan, *, progress: Progress = lambda executions, failures: None) -> Summary:
     """Run a campaign; `progress` is called after each batch with the executions done and the
-    signatures found so far.  Failures are shrunk at the end."""
+    signatures found so far.  Failures are shrunk at the end.
+
+    Ctrl-C ends it early, with all that was found so far: the batches at work are still counted
+    and the failure at hand is shrunk; a second Ctrl-C waits for neither."""
     began = time.monotonic()
-    target, total = targets.find(plan.target), _Part()
-    for part in _parts(plan, began):
-        total.add(part)
-        progress(total.executions, len(total.failures))
-    failures = [_shrunk(plan, failure) for failure in total.failures.values()]
+    target, total, failures = targets.find(plan.target), _Part(), []
+    with _until_interrupted() as stopped:
+        with suppress(KeyboardInterrupt):
+            for part in _parts(plan, began, stopped):
+                total.add(part)
+                progress(total.executions, len(total.failures))
+        for failure in total.failures.values():
+            smallest = failure
+            with suppress(KeyboardInterrupt):
+                if not stopped.is_set():
+                    smallest = _shrunk(plan, failure)
+            failures.append(smallest)
     return Summary(
         plan=plan,
         executions=total.executions,
@@ -137,25 +152,41 @@ def run(plan: Plan, *, progress: Progress = lambda executions, failures: None) -
         failures=sorted(failures, key=lambda failure: cost(failure.outcome)),
         ratios=total.ratios,
         skipped=total.skipped,
+        interrupted=stopped.is_set(),
     )
 
 
-def _parts(plan: Plan, began: float) -> Iterator[_Part]:
+@contextmanager
+def _until_interrupted() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one interrupts, as always."""
+    stopped = threading.Event()
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _parts(plan: Plan, began: float, stopped: threading.Event) -> Iterator[_Part]:
     """The parts of all batches, as they come."""
-    batches = _batches(plan, began)
+    batches = itertools.takewhile(lambda _: not stopped.is_set(), _batches(plan, began))
     if plan.processes == 1:
         for seeds in batches:
             yield _search(plan, seeds)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(plan.processes, mp_context=context) as pool:
+    with workers(plan.processes) as pool:
         running: set[Future[_Part]] = set()
         for seeds in batches:
             running.add(pool.submit(_search, plan, seeds))
             while len(running) > plan.processes:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
-        yield from (future.result() for future in running)
+        yield from (future.result() for future in as_completed(running))
 
 
 def _batches(plan: Plan, began: float) -> Iterator[range]:

@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 
 Value = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Text = Annotated[str, msgspec.Meta(max_length=4000)]
-Name = Annotated[str, msgspec.Meta(max_length=200)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class CaseError(ValueError):
@@ -83,9 +83,18 @@ def case_of(
 
 
 def save(case: Case, path: Path) -> None:
-    """Write `case` to `path`, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=1) + b"\n")
+    """Write `case` to `path`, making its folder.
+
+    Raises:
+        CaseError: with one sentence, where that fails.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=1) + b"\n")
+    except OSError as error:
+        raise CaseError(
+            f"{path} cannot be written ({error.strerror}): name a folder on a disk with room."
+        ) from error
 
 
 def load(path: Path) -> Case:

@@ -2,19 +2,23 @@
 
 Every subcommand prints tables on standard output, progress on standard error, and with `--json
 FILE` writes its whole result.  Exit status: 0 when all holds, 1 when something was found or a
-bar was missed, 2 when the input is of no use.
+bar was missed, 2 when the input is of no use or the result cannot be written, 130 when Ctrl-C
+ended it before anything was found.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from cyclopts import App, Parameter, validators
-from rich.console import Console
+from cyclopts import App, CycloptsError, Parameter, validators
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 import systems
 from fuzz import campaign, case, mutants, targets
@@ -22,14 +26,23 @@ from fuzz.mutants import report as kill_report
 from fuzz.run import Outcome, execute
 from fuzz.stamps import StampError
 from fuzz.tape import Tape
-from fuzz.targets.setup import Pin
-from fuzz.terminal import UsageError, bars, check_writable, write_json
+from fuzz.targets.setup import KPool, Payload, PhysicalPageSize, Pin
+from fuzz.terminal import (
+    Terminal,
+    UsageError,
+    bars,
+    check_writable,
+    check_writable_folder,
+    deliver,
+    write_file,
+)
 from fuzz.verify.mooncake import TraceError
 from fuzz.verify.report import run_verify, tables
 from reference.contract import ContractError
-from reference.geometry import Geometry, GeometryError, RowFormat
+from reference.geometry import Geometry, GeometryError, ModelShape, RowFormat
 
 BAD_INPUT = (
+    CycloptsError,
     UsageError,
     GeometryError,
     StampError,
@@ -41,6 +54,7 @@ BAD_INPUT = (
     systems.UnknownSystem,
 )
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
 Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
@@ -49,8 +63,9 @@ Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 app = App(
     name="kvoracle",
     help="Correctness oracle and fuzzer for the KV-cache paths of LLM serving engines.",
+    suppress_keyboard_interrupt=False,
 )
-out, err = Console(), Console(stderr=True)
+out, err = Terminal(), Console(stderr=True)
 
 
 @app.command
@@ -77,9 +92,7 @@ def verify(
     check_writable(json)
     with bars(err) as tick:
         report = run_verify(trace, quick=quick, processes=processes, progress=tick)
-    for table in tables(report):
-        out.print(table)
-    write_json(json, report)
+    deliver(out, tables(report), json=json, result=report)
     return 0 if report.passed else 1
 
 
@@ -93,9 +106,9 @@ def fuzz(
     processes: Processes = 1,
     system: str = "optimized",
     mutant: str | None = None,
-    payload: Literal["stamped", "model"] | None = None,
-    kpool: int | None = None,
-    physical_page_size: int | None = None,
+    payload: Payload | None = None,
+    kpool: KPool | None = None,
+    physical_page_size: PhysicalPageSize | None = None,
     row_format: RowFormat | None = None,
     cases: Path = Path("out/cases"),
     json: JsonFile = None,
@@ -130,8 +143,8 @@ def fuzz(
     )
     targets.find(target)
     systems.load(system)
-    if mutant is not None:
-        mutants.find(mutant)
+    _check_plantable(mutant, system)
+    check_writable_folder(cases)
     if executions is None and seconds is None:
         executions = 1000
     plan = campaign.Plan(
@@ -144,18 +157,29 @@ def fuzz(
         seed=seed,
         processes=processes,
     )
-    total = executions if executions is not None else 0
+    began = time.monotonic()
     with bars(err) as tick:
-        summary = campaign.run(plan, progress=lambda done, _: tick(target, done, total or done))
-    _print_summary(summary)
-    for number, failure in enumerate(summary.failures):
-        path = cases / f"{target}-{failure.signature.replace('/', '-')}-{failure.seed}.json"
-        saved = case.case_of(failure.outcome, system=system, path=path, pin=pin, mutant=mutant)
-        case.save(saved, path)
-        out.print(f"\n[bold]failure {number + 1}[/]: {failure.signature}, {failure.count} times")
-        _print_outcome(failure.outcome)
-        out.print(saved.replay, soft_wrap=True)
-    write_json(json, summary)
+
+        def progress(done: int, _: int) -> None:
+            if seconds is None:
+                tick(target, done, executions or done)
+            else:
+                tick(f"{target}, seconds", min(int(time.monotonic() - began), seconds), seconds)
+
+        summary = campaign.run(plan, progress=progress)
+    saved = [
+        (case.case_of(f.outcome, system=system, path=path, pin=pin, mutant=mutant), path)
+        for f in summary.failures
+        for path in [cases / f"{target}-{f.signature.replace('/', '-')}-{f.seed}.json"]
+    ]
+    try:
+        for found, path in saved:
+            case.save(found, path)
+    finally:
+        lines = _campaign(summary, [found.replay for found, _ in saved])
+        deliver(out, lines, json=json, result=summary)
+    if summary.interrupted and not summary.failures:
+        return EXIT_INTERRUPTED
     return 0 if summary.passed else 1
 
 
@@ -171,12 +195,13 @@ def replay(file: Path, *, json: JsonFile = None) -> int:
     check_writable(json)
     saved = case.load(file)
     system, target = systems.load(saved.system), targets.find(saved.target)
+    _check_plantable(saved.mutant, saved.system)
     with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
         outcome = execute(system, target, Tape(saved.values), pin=saved.pin)
-    _print_outcome(outcome)
+    lines = _outcome(outcome)
     if not outcome.failed:
-        out.print("This case no longer fails.")
-    write_json(json, outcome)
+        lines.append(Text("This case no longer fails."))
+    deliver(out, lines, json=json, result=outcome)
     return 1 if outcome.failed else 0
 
 
@@ -214,10 +239,11 @@ def kill(
             budget_s=seconds,
             progress=lambda done, total: tick("mutants", done, total),
         )
-    out.print(kill_report.table(rows))
-    if markdown is not None:
-        markdown.write_text(kill_report.markdown(rows))
-    write_json(json, rows)
+    try:
+        if markdown is not None:
+            write_file(markdown, kill_report.markdown(rows).encode())
+    finally:
+        deliver(out, [kill_report.table(rows)], json=json, result=rows)
     return 0 if all(row.passed for row in rows) else 1
 
 
@@ -249,7 +275,7 @@ def geometry(
         "logical page, tokens": checked.logical_page_size,
         "physical pages of a logical page": checked.kpool,
         "index page, slots": checked.index_page_size,
-        "index page, bytes": checked.index_page_bytes(index_dim),
+        "index page, bytes": checked.index_page_bytes(ModelShape(index_dim=index_dim).index_dim),
         "tail ring, rows": checked.ring_size,
         "selected groups": checked.topk_groups,
         "selection width, columns": checked.selection_width,
@@ -257,12 +283,24 @@ def geometry(
     table = Table("size", "value")
     for name, value in sizes.items():
         table.add_row(name, str(value))
-    out.print(table)
-    write_json(json, sizes)
+    deliver(out, [table], json=json, result=sizes)
     return 0
 
 
-def _print_summary(summary: campaign.Summary) -> None:
+def _check_plantable(mutant: str | None, system: str) -> None:
+    """Mutants patch the optimized engine; on any other a campaign would be in vain."""
+    if mutant is None:
+        return
+    mutants.find(mutant)
+    if system != "optimized":
+        raise UsageError(
+            f"mutant {mutant!r} is a fault of the optimized engine and plants nothing in "
+            f"{system!r}: choose the system 'optimized', or no mutant."
+        )
+
+
+def _campaign(summary: campaign.Summary, replays: Sequence[str]) -> Iterator[RenderableType]:
+    """What a campaign did, then each failure with the command that replays it."""
     table = Table("campaign", summary.plan.target)
     table.add_row("executions", f"{summary.executions:,}")
     table.add_row("operations", f"{summary.operations:,}")
@@ -273,28 +311,46 @@ def _print_summary(summary: campaign.Summary) -> None:
     for event, count in summary.events.items():
         table.add_row(f"seen: {event}", f"{count:,}")
     for event in summary.missing:
-        table.add_row(f"[bold red]never seen: {event}[/]", "run more executions")
+        table.add_row(Text(f"never seen: {event}", "bold red"), "run more executions")
     for operation in summary.skipped:
         table.add_row(f"skipped: {operation}", f"{summary.plan.system} cannot")
     table.add_row("failures", str(sum(failure.count for failure in summary.failures)))
-    out.print(table)
+    if summary.interrupted:
+        table.add_row(Text("interrupted", "bold red"), "this is what was done until then")
+    yield table
+    for number, (failure, replay_command) in enumerate(
+        zip(summary.failures, replays, strict=True), start=1
+    ):
+        title = Text(f"\nfailure {number}", "bold")
+        yield title.append(f": {failure.signature}, {failure.count} times", "not bold")
+        yield from _outcome(failure.outcome)
+        yield Text(replay_command)
 
 
-def _print_outcome(outcome: Outcome) -> None:
-    out.print(outcome.setup, soft_wrap=True)
-    for number, operation in enumerate(outcome.operations):
-        out.print(f"  {number + 1}. {operation.text}", soft_wrap=True)
-    for violation in outcome.violations:
-        out.print(f"  [red]{violation.oracle}[/]: {violation.sentence}", soft_wrap=True)
+def _outcome(outcome: Outcome) -> list[Text]:
+    """A run in words, and what was wrong with its end."""
+    return [
+        Text(outcome.setup),
+        *(Text(f"  {n}. {op.text}") for n, op in enumerate(outcome.operations, start=1)),
+        *(
+            Text.assemble("  ", (violation.oracle, "red"), f": {violation.sentence}")
+            for violation in outcome.violations
+        ),
+    ]
 
 
 def main() -> None:
     """Entry point of the `kvoracle` command."""
     try:
-        status = app(sys.argv[1:], result_action="return_value")
+        status = app(
+            sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=False
+        )
     except BAD_INPUT as error:
         print(f"kvoracle: {error}", file=sys.stderr)
         status = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("kvoracle: interrupted before there was a result: run it again.", file=sys.stderr)
+        status = EXIT_INTERRUPTED
     sys.exit(status)
 
 

@@ -121,14 +121,15 @@ class _Run:
         ape = stamper_of(setup.geometry, setup.shape).ape if stamped else None
 
         def build(options: EngineOptions) -> Engine:
-            return system.factory(setup.geometry, setup.shape, options, weights)
+            engine = system.factory(setup.geometry, setup.shape, options, weights)
+            return cast(Engine, Guarded(engine))
 
         # For any one request.
         ample = replace(setup.options, pages=64, state_slots=64, max_requests=1)
         engine = build(replace(setup.options, ape=ape))
         # Judged by the engine's own geometry: it may have its own idea of a page.
         self.world = World(
-            engine=cast(Engine, Guarded(engine)),
+            engine=engine,
             geometry=engine.geometry,
             shape=setup.shape,
             options=setup.options,

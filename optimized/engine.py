@@ -30,6 +30,7 @@ from reference.contract import (
     Rows,
     Snapshot,
     StepOutput,
+    Tokens,
     Weights,
 )
 from reference.geometry import Geometry, ModelShape
@@ -58,7 +59,7 @@ class OptimizedEngine:
         self.memory = Memory(geometry, shape, options)
         self.steps = Steps(geometry, shape, options, weights, self.memory)
 
-    def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
+    def submit(self, request: RequestId, tokens: Tokens) -> Admission:
         if request in self.memory.table.by_id:
             raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
         prompt = self._tokens(tokens)
@@ -71,17 +72,18 @@ class OptimizedEngine:
         records = self._distinct([chunk.request for chunk in chunks])
         if not records:
             return []
-        firsts = [self._first_output(r, c) for r, c in zip(records, chunks, strict=True)]
+        stops, firsts = np.array(
+            [self._span(record, chunk) for record, chunk in zip(records, chunks, strict=True)]
+        ).T
         rows = self._given_rows([chunk.rows for chunk in chunks])
         table = self.memory.table
-        for record, chunk, given in zip(records, chunks, rows or (), strict=rows is not None):
-            start = int(table.length[record.slot])
-            states = len(self.geometry.state_positions(start, chunk.stop))
-            self._check_rows(given, chunk.stop - start, states)
         slots = np.array([record.slot for record in records])
-        stops = np.array([chunk.stop for chunk in chunks])
+        spans = zip(table.length[slots].tolist(), stops.tolist(), strict=True)
+        for (start, stop), given in zip(spans, rows or (), strict=rows is not None):
+            states = len(self.geometry.state_positions(start, stop))
+            self._check_rows(given, stop - start, states)
         self.memory.grow(slots, stops)
-        outputs = self.steps.extend(records, stops, rows, np.array(firsts))
+        outputs = self.steps.extend(records, stops, rows, firsts)
         self.memory.advance(slots, stops)
         for record in records:
             if table.length[record.slot] == table.known[record.slot]:
@@ -89,11 +91,9 @@ class OptimizedEngine:
         return outputs
 
     def decode(
-        self, requests: Sequence[RequestId], tokens: Sequence[int], rows: Rows | None = None
+        self, requests: Sequence[RequestId], tokens: Tokens, rows: Rows | None = None
     ) -> list[StepOutput]:
         records = self._distinct(requests)
-        if not records:
-            return []
         appended = self._tokens(tokens)
         if len(appended) != len(records):
             raise InvalidCall(
@@ -103,6 +103,8 @@ class OptimizedEngine:
         self._given_rows([rows])
         if rows is not None:
             self._check_rows(rows, len(records), len(records))
+        if not records:
+            return []
         table = self.memory.table
         slots = np.array([record.slot for record in records])
         self._require_prefilled(slots)
@@ -142,6 +144,7 @@ class OptimizedEngine:
 
     def accept(self, request: RequestId, count: int) -> None:
         record = self._find(request)
+        (count,) = _integers(count=count)
         table, slot = self.memory.table, record.slot
         pending = int(table.pending[slot])
         if not pending:
@@ -184,13 +187,15 @@ class OptimizedEngine:
         return tokens
 
     def evict(self, pages: int) -> int:
+        (pages,) = _integers(pages=pages)
         return self.memory.tree.evict(pages=pages)
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
     ) -> Tensor:
         record = self._find(request)
-        self._check_layer(component, layer)
+        layer = self._layer(component, layer)
+        start, stop = _integers(start=start, stop=stop)
         low, high = self._readable(record, component)
         if not low <= start <= stop <= high:
             raise InvalidCall(
@@ -219,7 +224,7 @@ class OptimizedEngine:
         return gather.gather_rows(rings, rows, backend=self._backend)
 
     def raw(self, component: Component, layer: int) -> Tensor:
-        self._check_layer(component, layer)
+        layer = self._layer(component, layer)
         pools = self.memory.pools
         if component is Component.KV:
             return pools.kv[layer]
@@ -250,9 +255,14 @@ class OptimizedEngine:
             raise InvalidCall(f"request {request} has pending drafts: call accept first.")
         return records
 
-    def _tokens(self, tokens: Sequence[int]) -> Array:
-        """The tokens as an int64 array, all in the model's vocabulary."""
-        array = np.asarray(tokens, dtype=np.int64)
+    def _tokens(self, tokens: Tokens) -> Array:
+        """The tokens as an int64 array of the engine's own, all in the model's vocabulary."""
+        array = _int64s(tokens)
+        if array is None:
+            raise InvalidCall(
+                "tokens are no flat sequence of 64-bit integers: give a list, tuple or array with "
+                "one integer a token."
+            )
         vocab = self.shape.vocab
         if not self._stamped and ((array < 0) | (array >= vocab)).any():
             raise InvalidCall(
@@ -260,22 +270,24 @@ class OptimizedEngine:
             )
         return array
 
-    def _first_output(self, record: Request, chunk: Chunk) -> int:
-        """First position of a chunk whose output is wanted."""
+    def _span(self, record: Request, chunk: Chunk) -> tuple[int, int]:
+        """Where a chunk stops, and its first position whose output is wanted."""
+        (stop,) = _integers(stop=chunk.stop)
         table = self.memory.table
         start, known = int(table.length[record.slot]), int(table.known[record.slot])
-        if not start < chunk.stop <= known:
+        if not start < stop <= known:
             raise InvalidCall(
                 f"request {record.id} has {start} of {known} tokens stored and cannot stop at "
-                f"{chunk.stop}: choose a stop behind what is stored and not behind its tokens."
+                f"{stop}: choose a stop behind what is stored and not behind its tokens."
             )
-        first = chunk.stop - 1 if chunk.outputs_from is None else chunk.outputs_from
-        if not start <= first < chunk.stop:
+        wanted = stop - 1 if chunk.outputs_from is None else chunk.outputs_from
+        (first,) = _integers(outputs_from=wanted)
+        if not start <= first < stop:
             raise InvalidCall(
                 f"request {record.id} wants outputs from {first} of a chunk from {start} to "
-                f"{chunk.stop}: choose a position in it."
+                f"{stop}: choose a position in it."
             )
-        return first
+        return stop, first
 
     def _require_prefilled(self, slots: Array) -> None:
         table = self.memory.table
@@ -308,17 +320,22 @@ class OptimizedEngine:
             "state": (states, self._kda_layers, shape.state_width),
         }
         for name, size in wanted.items():
-            found = tuple(getattr(rows, name).shape)
-            if found != size:
-                raise InvalidCall(f"rows have {name} of shape {found}: make it {size}.")
+            given: Tensor = getattr(rows, name)
+            kind, found = str(given.dtype).removeprefix("torch."), tuple(given.shape)
+            if (kind, found) != ("float32", size):
+                raise InvalidCall(
+                    f"rows have {name} as {kind} of shape {found}: make it float32 of shape {size}."
+                )
 
-    def _check_layer(self, component: Component, layer: int) -> None:
+    def _layer(self, component: Component, layer: int) -> int:
+        (layer,) = _integers(layer=layer)
         own = self._kda_layers if component is Component.STATE else self._dsa_layers
         if not 0 <= layer < own:
             raise InvalidCall(
                 f"component {component.value} has {own} layers and no layer {layer}: count "
                 "within the component's own layers."
             )
+        return layer
 
     def _readable(self, record: Request, component: Component) -> tuple[int, int]:
         """First and one past the last row of a component that a request has, drafts included."""
@@ -332,6 +349,34 @@ class OptimizedEngine:
         if component is Component.TAIL:
             return length // geometry.kpool * geometry.kpool, stored
         return 0, 1
+
+
+def _int64s(tokens: Tokens) -> Array | None:
+    """A copy of the tokens, or None where numpy would round, wrap or reshape to make one."""
+    if isinstance(tokens, np.ndarray):
+        flat = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        if not flat or (tokens > np.iinfo(np.int64).max).any():
+            return None
+        return tokens.astype(np.int64)
+    if not isinstance(tokens, Sequence) or not all(map(_integral, set(map(type, tokens)))):
+        return None
+    try:
+        return np.fromiter(tokens, np.int64, len(tokens))
+    except OverflowError:
+        return None
+
+
+def _integral(kind: type) -> bool:
+    """Whether a type is one of integers; numpy derives its time spans from them."""
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool | np.timedelta64)
+
+
+def _integers(**counts: int) -> list[int]:
+    """The arguments as Python's integers: numpy's would overflow where theirs are narrow."""
+    for name, count in counts.items():
+        if not _integral(type(count)):
+            raise InvalidCall(f"{name} is of type {type(count).__name__}: pass an integer.")
+    return [int(count) for count in counts.values()]
 
 
 def factory(

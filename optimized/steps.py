@@ -235,4 +235,4 @@ def _ape(
         for i, layer in enumerate(shape.dsa_layers):
             zeros[i] = weights[f"layers.{layer}.ape"]
         return zeros
-    return zeros if options.ape is None else options.ape.float()
+    return zeros if options.ape is None else options.ape.float().clone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,7 +13,7 @@ from fuzz import mutants, targets
 from fuzz.case import MOST_BYTES, CaseError, case_of, load, save
 from fuzz.run import execute
 from fuzz.tape import Tape
-from fuzz.targets.setup import Pin
+from fuzz.targets.setup import KPool, PhysicalPageSize, Pin
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,18 @@ def edited(saved, **changes):
         ({"values": "0"}, r"is a damaged case \(Expected `array`"),
         ({"extra": 1}, r"is a damaged case \(Object contains unknown field"),
         ({"pin": {"payload": "x"}}, r"is a damaged case"),
+        ({"pin": {"page": 4}}, r"is a damaged case \(Object contains unknown field `page`"),
+        ({"pin": {"kpool": 16}}, r"is a damaged case"),
+        ({"pin": {"kpool": 4.5}}, r"is a damaged case"),
+        ({"pin": {"physical_page_size": 1_000_000}}, r"is a damaged case"),
+        ({"pin": {"physical_page_size": 6}}, r"is a damaged case"),
+        ({"pin": {"interval_pages": 0}}, r"is a damaged case \(.*>= 1"),
+        ({"pin": {"max_drafts": 1_000_000}}, r"is a damaged case \(.*<= 16"),
+        ({"pin": {"pages": 1 << 40}}, r"is a damaged case \(.*<= 1000"),
+        ({"pin": {"max_requests": 0}}, r"is a damaged case \(.*>= 1"),
+        ({"pin": {"spare_states": -1}}, r"is a damaged case \(.*>= 0"),
+        ({"pin": {"operations": 1 << 40}}, r"is a damaged case \(.*<= 1000"),
+        ({"mutant": ""}, r"is a damaged case \(.*length >= 1"),
     ],
 )
 def test_a_hostile_case_is_told_with_the_cure(saved, changes, sentence):
@@ -97,6 +111,29 @@ def test_a_file_that_is_no_case_is_told_with_the_cure(tmp_path, data, sentence):
     path.write_bytes(data)
     with pytest.raises(CaseError, match=sentence):
         load(path)
+
+
+@pytest.mark.parametrize("kpool", get_args(KPool))
+@pytest.mark.parametrize("page", get_args(PhysicalPageSize))
+def test_every_pinned_geometry_runs(kpool, page):
+    """Whatever the tape draws for the other choices."""
+    target = targets.find("slot_reuse")
+    for pin in (
+        Pin(payload="stamped", kpool=kpool, physical_page_size=page),
+        Pin(payload="stamped", kpool=kpool),
+        Pin(payload="stamped", physical_page_size=page),
+    ):
+        for seed in range(2):
+            outcome = execute(systems.load("optimized"), target, Tape(seed=seed), pin=pin)
+            assert not outcome.failed
+
+
+def test_a_case_that_cannot_be_written_is_told_with_the_cure(saved):
+    case = load(saved)
+    with pytest.raises(CaseError, match=r"cannot be written \(.*\): name a folder on a disk"):
+        save(case, saved / "case.json")
+    with pytest.raises(CaseError, match="cannot be written"):
+        save(case, Path("/dev/full"))
 
 
 def test_a_missing_file_is_told_with_the_cure(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fuzz import case, cli
+from fuzz import campaign, case, cli
 
 FAULT = "page_table_41494"
 
@@ -112,7 +114,21 @@ def test_geometry_prints_sizes(kvoracle: Run) -> None:
         (["fuzz", "nothing"], "no target 'nothing'", "choose one of prefix_split"),
         (["fuzz", "slot_reuse", "--system", "none"], "no system 'none'", "choose one of"),
         (["fuzz", "slot_reuse", "--mutant", "none"], "no mutant 'none'", "docs/mutants.md"),
-        (["fuzz", "slot_reuse", "--kpool", "3"], "kpool 3", "choose"),
+        (["fuzz", "slot_reuse", "--kpool", "16"], '"16" for --kpool', "Choose from: 1, 2, 4"),
+        (["fuzz", "slot_reuse", "--physical-page-size", "1000000"], "1000000", "4, 8, 16, 32, 64"),
+        (["fuzz", "slot_reuse", "--cases", "/dev/null/x"], "cannot be made", "name a folder"),
+        (
+            ["fuzz", "slot_reuse", "--system", "reference", "--mutant", FAULT],
+            "plants nothing in 'reference'",
+            "choose the system 'optimized'",
+        ),
+        (["fuzz", "slot_reuse", "--executions", "0"], '"0" for --executions', "Must be >= 1"),
+        (["fuzz", "slot_reuse", "--no-such"], "Unknown option", "--no-such"),
+        (["geometry", "--index-dim", "0"], "index_dim is 0", "at least 1"),
+        (["geometry", "--index-dim", "-3"], "index_dim is -3", "at least 1"),
+        (["geometry", "--index-dim", "100"], "index_dim 100 is no power of two", "choose one"),
+        (["verify", "--trace", "/dev/zero"], "no regular file", "save the trace as one"),
+        (["verify", "--trace", "/"], "no regular file", "save the trace as one"),
         (["mutants", "none"], "no mutant 'none'", "docs/mutants.md"),
         (["replay", "/nowhere/case.json"], "cannot be read", "give the path"),
         (["verify", "--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl", "Mooncake"),
@@ -146,6 +162,108 @@ def test_a_damaged_case_gets_one_sentence(
     assert text != saved_case.read_text()
     damaged.write_text(text)
     assert cure in sentence(*kvoracle("replay", damaged))
+
+
+def test_a_case_of_a_fault_that_its_system_cannot_have_is_refused(
+    kvoracle: Run, saved_case: Path, tmp_path: Path
+) -> None:
+    moved = msgspec.structs.replace(case.load(saved_case), system="reference")
+    case.save(moved, tmp_path / "moved.json")
+    assert "plants nothing in 'reference'" in sentence(*kvoracle("replay", tmp_path / "moved.json"))
+
+
+FOUND = ["fuzz", "prefix_split", "--executions", "100", "--payload", "stamped", "--mutant", FAULT]
+
+
+def test_a_full_disk_costs_neither_the_cases_nor_the_print(kvoracle: Run, tmp_path: Path) -> None:
+    status, out, err = kvoracle(*FOUND, "--cases", tmp_path, "--json", "/dev/full")
+    assert "/dev/full cannot be written (No space left on device)" in sentence(status, out, err)
+    for path in tmp_path.iterdir():
+        assert case.load(path).replay in out
+    assert "failure 1" in out
+
+
+@pytest.mark.parametrize("reader", ["gone", "full disk"])
+def test_a_reader_who_goes_away_costs_neither_the_cases_nor_the_json(
+    tmp_path: Path, reader: str
+) -> None:
+    result = tmp_path / "summary.json"
+    command = [sys.executable, "-m", "fuzz.cli", *FOUND, "--cases", tmp_path / "cases"]
+    if reader == "gone":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run(
+        [*command, "--json", result], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    said = sentence(ended.returncode, "", ended.stderr)
+    assert said.startswith("standard output took only a part of the result")
+    assert "Exception ignored" not in ended.stderr
+    failures = json.loads(result.read_bytes())["failures"]
+    assert len(failures) == len(list((tmp_path / "cases").iterdir())) > 0
+
+
+def interrupt(*_: object, **__: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("planted", "status"), [([], 130), (["--mutant", FAULT], 1)])
+def test_ctrl_c_saves_what_was_found(
+    kvoracle: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: list[str], status: int
+) -> None:
+    batches = []
+
+    def search(plan: campaign.Plan, seeds: range) -> object:
+        batches.append(seeds)
+        if len(batches) == 4:
+            interrupt()
+        return searched(plan, seeds)
+
+    searched = campaign._search
+    monkeypatch.setattr(campaign, "_search", search)
+    result = tmp_path / "summary.json"
+    options = ["--seconds", "100", "--payload", "stamped", "--cases", tmp_path / "cases"]
+    ended, out, err = kvoracle("fuzz", "prefix_split", *options, *planted, "--json", result)
+    assert ended == status
+    assert "Traceback" not in out + err
+    assert "interrupted" in out
+    summary = json.loads(result.read_bytes())
+    assert summary["executions"] == 4 * campaign.BATCH
+    assert len(list((tmp_path / "cases").iterdir())) == len(summary["failures"])
+    assert bool(summary["failures"]) == bool(planted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [(["verify", "--quick"], "fuzz.cli.run_verify"), (["mutants"], "fuzz.mutants.report.report")],
+)
+def test_ctrl_c_ends_with_one_sentence(
+    kvoracle: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], work: str
+) -> None:
+    monkeypatch.setattr(work, interrupt)
+    status, out, err = kvoracle(*arguments)
+    assert status == 130
+    assert "kvoracle: interrupted before there was a result: run it again." in err
+    assert "Traceback" not in out + err
+
+
+def test_a_campaign_of_seconds_shows_the_time(
+    kvoracle: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ["--seconds", "1", "--payload", "stamped", "--cases", tmp_path]
+    _, _, err = kvoracle("fuzz", "slot_reuse", *options)
+    assert "slot_reuse, seconds" in err
+    assert "/1 " in err
+
+
+def test_names_are_printed_as_they_are(kvoracle: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "[red]a[/] :smile:"
+    status, out, _ = kvoracle(*FOUND, "--cases", folder)
+    assert status == 1
+    for path in folder.iterdir():
+        assert f"kvoracle replay '{path}'" in out
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,7 @@ INVALID: dict[str, Callable[[Engine], object]] = {
     "accept without verify": lambda e: e.accept(A, 0),
     "no such layer": lambda e: e.read(A, Component.STATE, 2, 0, 1),
     "no such raw layer": lambda e: e.raw(Component.KV, -1),
+    "raw layer in part": lambda e: e.raw(Component.KV, 0.5),  # type: ignore[arg-type]
     "rows beyond the length": lambda e: e.read(A, Component.KV, 0, 0, 21),
     "groups not closed": lambda e: e.read(A, Component.INDEX, 0, 0, 11),
     "tail of closed groups": lambda e: e.read(A, Component.TAIL, 0, 19, 20),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +77,21 @@ def test_unreadable_and_empty_files_name_the_cure(tmp_path):
     empty.touch()
     with pytest.raises(TraceError, match="at least one JSON line"):
         read_trace(empty)
+
+
+def test_what_has_no_end_or_cannot_be_read_again_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(TraceError, match="is no regular file: save the trace as one"):
+            read_trace(path)
+
+
+def test_a_line_without_an_end_is_not_read_whole(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(TraceError, match="line 1 is over 1048576 bytes"):
+        read_trace(path)
 
 
 def test_equal_ids_give_equal_blocks_and_others_differ():

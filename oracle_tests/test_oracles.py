@@ -122,12 +122,14 @@ def test_provenance_reads_by_the_engines_own_path(optimized):
 
 
 def test_provenance_sees_a_tail_key_of_the_wrong_place(optimized):
-    def raw(engine: Any, component: Component, layer: int) -> Any:
-        rows = engine.raw(component, layer)
-        return rows.roll(1, 1) if component is Component.TAIL else rows
+    """Each request's ring moved to the next one's, in the live buffer."""
 
-    sentence = found(run(tampered(optimized, raw=raw)))["provenance/tail"]
-    assert "should hold request 0's position 12" in sentence
+    def roll(engine: Any) -> None:
+        rings = engine.raw(Component.TAIL, 0)
+        rings.copy_(rings.roll(1, 0))
+
+    sentence = found(run(tampered(optimized, **after("extend", roll))))["provenance/tail"]
+    assert "should hold request 1's position 14, holds request 0's position 12" in sentence
 
 
 def test_containment_forbids_writes_to_nobodys_rows(optimized):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fuzz.mutants import find
-from fuzz.verify.mooncake import TraceRequest, generate_trace, prompt_tokens
-from fuzz.verify.trace import PoolTooSmall, TraceRunner
+from fuzz.verify.mooncake import TraceRequest, generate_trace
+from fuzz.verify.trace import PoolTooSmall, TraceRunner, check_fits
+from reference.contract import OutOfMemory
 from systems import load
 
 
@@ -47,7 +50,10 @@ def test_retracted_requests_resume(trace):
 
 def test_same_trace_same_counts(trace):
     first, second = (serve(trace[:30], pages=256, batch=8) for _ in range(2))
-    first.cpu_s = second.cpu_s = 0.0
+    for counts in (first, second):
+        assert counts.wall_s > 0
+        assert counts.cpu_s > 0
+        counts.wall_s = counts.cpu_s = 0.0
     assert first == second
 
 
@@ -65,8 +71,34 @@ def test_fault_of_41494_is_seen_and_named(trace):
     assert not intruder.startswith(f"request {reader}'s")
 
 
-def test_pool_too_small_names_the_cure():
-    request = TraceRequest(timestamp=0, input_length=3000, output_length=5, hash_ids=(*range(6),))
-    assert len(prompt_tokens(request, vocab=10)) == 3000
-    with pytest.raises(PoolTooSmall, match="give the pool more pages"):
-        serve([request], pages=8)
+def request_of(tokens):
+    """A request that stores so many tokens in all."""
+    blocks = -(-(tokens - 4) // 512)
+    return TraceRequest(
+        timestamp=0, input_length=tokens - 4, output_length=5, hash_ids=(*range(blocks),)
+    )
+
+
+def test_a_request_beyond_the_pool_is_found_before_anything_runs():
+    fits, beyond = request_of(7 * 256), request_of(7 * 256 + 1)
+    check_fits([fits, fits], pages=8)
+    cure = "line 2 needs room for 1,793 tokens, and the pool has 1,792: shorten the request"
+    with pytest.raises(PoolTooSmall, match=cure):
+        check_fits([fits, beyond], pages=8)
+    with pytest.raises(PoolTooSmall, match=cure):
+        TraceRunner(load("optimized").factory, [fits, beyond], pages=8)
+
+
+def test_a_request_that_fills_the_pool_is_served():
+    counts = serve([request_of(7 * 256)] * 3, pages=8)
+    assert counts.requests == 3
+    assert counts.mismatches == 0
+    assert counts.leaked == 0
+
+
+def test_an_engine_that_refuses_a_request_alone_is_at_fault():
+    def leaky(geometry, shape, options, weights=None):
+        return load("optimized").factory(geometry, shape, replace(options, pages=4), weights)
+
+    with pytest.raises(OutOfMemory, match=r"runs alone .* look for pages or states that leak"):
+        TraceRunner(leaky, [request_of(7 * 256)], pages=8).run()

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from fuzz.terminal import Terminal, json_of
 from fuzz.verify import numeric, parts
 from fuzz.verify.mooncake import TraceError, generate_trace, write_trace
 from fuzz.verify.part import Check, Part, Plan
 from fuzz.verify.report import Report, run_verify, tables
+from fuzz.verify.trace import TraceCounts, TraceRunner
+from reference.contract import OutOfMemory
 from reference.weights import random_weights
 
 
 def rendered(report):
-    out = io.StringIO()
-    for table in tables(report):
-        Console(file=out, width=200).print(table)
-    return out.getvalue()
+    out = Terminal()
+    out.width, out.file = 200, io.StringIO()
+    out.show(tables(report))
+    return out.file.getvalue()
 
 
 def test_parts_run_in_processes_and_report(tmp_path):
@@ -55,6 +59,43 @@ def test_a_missed_bar_fails_the_report():
     assert "FAIL" in rendered(report)
 
 
+def test_what_the_data_holds_is_printed_as_it_is():
+    hostile = "[red]row[/] \\[a] [/x] :smile:"
+    check = Check(name=hostile, measured=hostile, bar=hostile, passed=True)
+    part = Part(name="x", checks=(check,), columns=("found",), rows=((hostile,),))
+    report = Report(passed=True, seconds=1.0, peak_mib=1, quick=True, trace="x", parts=(part,))
+    assert rendered(report).count(hostile) == 4
+
+
+def test_a_part_that_breaks_down_has_failed(monkeypatch):
+    def part(plan, tick):
+        raise OutOfMemory("no pages")
+
+    monkeypatch.setitem(parts.PARTS, "(d) capacity", part)
+    (check,) = parts.run("(d) capacity", Plan(), lambda done, total: None).checks
+    assert not check.passed
+    assert check.measured == "OutOfMemory: no pages"
+
+
+def test_the_clock_judges_the_trace_and_the_cpu_is_shown(monkeypatch):
+    counts = TraceCounts(requests=400, wall_s=300.2, cpu_s=100.0, mismatches=2)
+    counts.first_mismatch = "Row 3 should hold [kv]."
+    monkeypatch.setattr(TraceRunner, "run", lambda self: counts)
+    part = parts.run("(c, e) trace", Plan(quick=True), lambda done, total: None)
+    (clock,) = (check for check in part.checks if check.name == "wall seconds")
+    assert (clock.measured, clock.bar, clock.passed) == ("301", "at most 300", False)
+    shown = dict(part.rows)
+    assert shown["wall seconds"] == "300.2"
+    assert shown["CPU seconds"] == "100.0"
+    assert shown["first mismatch"] == "Row 3 should hold [kv]."
+
+
+def test_json_says_infinity_in_words():
+    part = Part(checks=(), figures={"ratios": {"kv": math.inf}, "list": [-math.inf, math.nan, 1.5]})
+    figures = msgspec.json.decode(json_of(part))["figures"]
+    assert figures == {"ratios": {"kv": "inf"}, "list": ["-inf", "nan", 1.5]}
+
+
 @pytest.mark.parametrize(
     ("check", "passed"),
     [
@@ -74,6 +115,11 @@ def test_wrong_trace_is_found_before_anything_runs(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text("{}\n")
     with pytest.raises(TraceError, match="line 1"):
+        run_verify(path)
+    blocks = list(range(8192))
+    request = {"timestamp": 0, "input_length": 8192 * 512, "output_length": 1, "hash_ids": blocks}
+    path.write_text(json.dumps(request) + "\n")
+    with pytest.raises(TraceError, match=r"line 1 needs room .* drop the line"):
         run_verify(path)
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NewType, Protocol
+from typing import Any, Literal, NewType, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from reference.geometry import Geometry, ModelShape
@@ -24,7 +26,11 @@ RequestId = NewType("RequestId", int)
 """Chosen by the caller, unique among the requests that are not finished."""
 
 Weights = Mapping[str, Tensor]
-"""float32 tensors under the names of docs/model.md."""
+"""float32 tensors under the names of docs/model.md; an engine may keep them uncopied."""
+
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids, one int64 each: a list, a tuple or a one-dimensional array of any integer width.
+In a model run each is in 0 .. vocab - 1."""
 
 
 class Capability(StrEnum):
@@ -62,8 +68,8 @@ class OutOfMemory(ContractError):
 
 
 class InvalidCall(ContractError):
-    """The call breaks the contract (unknown request, stop before start, too many drafts);
-    nothing was changed."""
+    """The call breaks the contract (unknown request, stop before start, too many drafts, a
+    token that is no integer); nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,7 @@ class Drafts:
     positions from its present length on; `accept` says how many stay."""
 
     request: RequestId
-    tokens: Sequence[int]
+    tokens: Tokens
     rows: Rows | None = None
 
 
@@ -233,13 +239,17 @@ class Snapshot:
 
 
 class Engine(Protocol):
-    """One engine.  Calls either succeed or raise a ContractError and change nothing."""
+    """One engine.  Calls either succeed or raise a ContractError and change nothing.
+
+    Tokens and rows are copied on entry, and what a call returns is the caller's own (but `raw`,
+    which is a view).  Counts, positions and layers are integers; a bool is none.
+    """
 
     geometry: Geometry
     shape: ModelShape
     capabilities: frozenset[Capability]
 
-    def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
+    def submit(self, request: RequestId, tokens: Tokens) -> Admission:
         """Admit a request; match its tokens with the cache, lock what it shares, and start
         its state from the hit's checkpoint.  Its length is then the hit.  Takes a ring row and
         a state slot; raises OutOfMemory without one, and InvalidCall without tokens."""
@@ -252,7 +262,7 @@ class Engine(Protocol):
         ...
 
     def decode(
-        self, requests: Sequence[RequestId], tokens: Sequence[int], rows: Rows | None = None
+        self, requests: Sequence[RequestId], tokens: Tokens, rows: Rows | None = None
     ) -> list[StepOutput]:
         """Append one token to each request and run one step over the batch."""
         ...
@@ -264,8 +274,8 @@ class Engine(Protocol):
 
     def accept(self, request: RequestId, count: int) -> None:
         """Keep the first `count` pending drafts; the rest are rejected and their rows will be
-        written again.  Raises OutOfMemory if a checkpoint among those kept finds no state slot;
-        the drafts are pending still."""
+        written again.  Raises OutOfMemory if a checkpoint that the kept ones reach finds no
+        state slot; all drafts are then still pending."""
         ...
 
     def finish(self, request: RequestId) -> None:
@@ -297,10 +307,12 @@ class Engine(Protocol):
         ...
 
     def raw(self, component: Component, layer: int) -> Tensor:
-        """uint8 view of a layer's whole buffer, which never moves: a view shows what is stored
-        after it was taken, too.  KV: [locs, row bytes].  INDEX: [pages, index page bytes].
-        TAIL: [request slots, ring_size, 4 * index_dim], a key's bytes and then a gate's.
-        STATE: [slots, 4 * state_width]."""
+        """uint8 view of a layer's whole buffer.  The buffer never moves, so a view also shows
+        what is stored after it was taken.
+
+        KV: [locs, row bytes].  INDEX: [pages, index page bytes].  TAIL: [request slots,
+        ring_size, 4 * index_dim], a key's bytes and then a gate's.  STATE: [slots,
+        4 * state_width]."""
         ...
 
     def inspect(self) -> Snapshot:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from reference.contract import (
     Rows,
     Snapshot,
     StepOutput,
+    Tokens,
     Weights,
 )
 from reference.geometry import Geometry, ModelShape
@@ -54,11 +56,13 @@ class _Stamps:
         return cls(kv, key, key, {0: torch.zeros(len(shape.kda_layers), shape.state_width)})
 
     def write(self, rows: Rows, start: int, states: dict[int, Tensor]) -> None:
-        """Store rows from position `start` on, over what a rejected draft left there."""
+        """Store copies of rows from position `start` on, over what a rejected draft left there.
+        `states` are of the lengths that they reach."""
         self.kv = torch.cat([self.kv[:, :start], rows.kv], 1)
         self.key = torch.cat([self.key[:, :start], rows.key], 1)
         self.gate = torch.cat([self.gate[:, :start], rows.gate], 1)
-        self.states = {start: self.states[start]} | states
+        reached = {length: state.clone() for length, state in states.items()}
+        self.states = {start: self.states[start]} | reached
 
 
 @dataclass(slots=True)
@@ -87,68 +91,74 @@ class ReferenceEngine:
         run = Capability.STAMPED if weights is None else Capability.MODEL
         self.capabilities = frozenset({run, Capability.VERIFY})
         self._options = options
+        sizes = (len(shape.dsa_layers), geometry.kpool, shape.index_dim)
+        self._ape = torch.zeros(sizes) if options.ape is None else options.ape.clone()
         self._weights = weights
         self._requests: dict[RequestId, _Request] = {}
         self._last: tuple[tuple[int, ...], Forward] | None = None
 
-    def submit(self, request: RequestId, tokens: Sequence[int]) -> Admission:
+    def submit(self, request: RequestId, tokens: Tokens) -> Admission:
         if request in self._requests:
             raise InvalidCall(f"request {request} runs already: choose another id.")
-        if len(tokens) == 0:
+        prompt = self._copied(tokens)
+        if not prompt:
             raise InvalidCall(f"request {request} has no tokens: submit at least one.")
         if len(self._requests) >= self._options.max_requests:
             raise OutOfMemory(
                 f"all {self._options.max_requests} request slots are taken: finish, abort or "
                 "retract a request first."
             )
-        self._requests[request] = _Request(
-            [int(token) for token in tokens], _Stamps.empty(self.shape)
-        )
+        self._requests[request] = _Request(prompt, _Stamps.empty(self.shape))
         return Admission(hit=0)
 
     def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
         self._distinct([chunk.request for chunk in chunks])
+        steps: list[tuple[Chunk, int, int]] = []
         for chunk in chunks:
             state = self._idle(chunk.request)
-            if not state.length < chunk.stop <= len(state.tokens):
+            stop = _whole("stop", chunk.stop)
+            first = stop - 1
+            if chunk.outputs_from is not None:
+                first = _whole("outputs_from", chunk.outputs_from)
+            if not state.length < stop <= len(state.tokens):
                 raise InvalidCall(
                     f"request {chunk.request} has {state.length} of {len(state.tokens)} tokens "
-                    f"stored: extend it to a position in between, not {chunk.stop}."
+                    f"stored: extend it to a position in between, not {stop}."
                 )
-            first = chunk.outputs_from
-            if first is not None and not state.length <= first < chunk.stop:
+            if not state.length <= first < stop:
                 raise InvalidCall(
-                    f"outputs_from {first} lies outside the chunk {state.length} to {chunk.stop}: "
+                    f"outputs_from {first} lies outside the chunk {state.length} to {stop}: "
                     "choose a position of the chunk."
                 )
-            marks = self.geometry.state_positions(state.length, chunk.stop)
-            self._check_rows(chunk.rows, chunk.stop - state.length, len(marks))
-        return [self._extend_one(chunk) for chunk in chunks]
+            marks = self.geometry.state_positions(state.length, stop)
+            self._check_rows(chunk.rows, stop - state.length, len(marks))
+            steps.append((chunk, stop, first))
+        return [self._extend_one(*step) for step in steps]
 
-    def _extend_one(self, chunk: Chunk) -> StepOutput:
+    def _extend_one(self, chunk: Chunk, stop: int, first: int) -> StepOutput:
         state = self._requests[chunk.request]
-        start, state.length = state.length, chunk.stop
+        start, state.length = state.length, stop
         if chunk.rows is not None:
-            marks = self.geometry.state_positions(start, chunk.stop)
+            marks = self.geometry.state_positions(start, stop)
             state.stamps.write(chunk.rows, start, dict(zip(marks, chunk.rows.state, strict=True)))
-        first = chunk.stop - 1 if chunk.outputs_from is None else chunk.outputs_from
-        return self._outputs(chunk.request, state.tokens[: chunk.stop], first)
+        return self._outputs(chunk.request, state.tokens[:stop], first)
 
     def decode(
-        self, requests: Sequence[RequestId], tokens: Sequence[int], rows: Rows | None = None
+        self, requests: Sequence[RequestId], tokens: Tokens, rows: Rows | None = None
     ) -> list[StepOutput]:
         self._distinct(requests)
-        if len(tokens) != len(requests):
+        appended = self._copied(tokens)
+        if len(appended) != len(requests):
             raise InvalidCall(
-                f"{len(tokens)} tokens for {len(requests)} requests: give each request one."
+                f"{len(appended)} tokens for {len(requests)} requests: give each request one."
             )
         for request in requests:
             self._complete(request)
         self._check_rows(rows, len(requests), len(requests))
         outputs: list[StepOutput] = []
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+        for i, (request, token) in enumerate(zip(requests, appended, strict=True)):
             state = self._requests[request]
-            state.tokens.append(int(token))
+            state.tokens.append(token)
             state.length += 1
             if rows is not None:
                 one = Rows(
@@ -163,9 +173,10 @@ class ReferenceEngine:
 
     def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
         self._distinct([part.request for part in drafts])
-        for part in drafts:
+        copies = [self._copied(part.tokens) for part in drafts]
+        for part, tokens in zip(drafts, copies, strict=True):
             self._complete(part.request)
-            count = len(part.tokens)
+            count = len(tokens)
             if not 1 <= count <= self.geometry.max_drafts:
                 raise InvalidCall(
                     f"{count} drafts for request {part.request}: give 1 to max_drafts "
@@ -173,9 +184,9 @@ class ReferenceEngine:
                 )
             self._check_rows(part.rows, count, count)
         outputs: list[StepOutput] = []
-        for part in drafts:
+        for part, tokens in zip(drafts, copies, strict=True):
             state = self._requests[part.request]
-            state.drafts = [int(token) for token in part.tokens]
+            state.drafts = tokens
             if part.rows is not None:
                 ends = range(state.length + 1, state.length + len(state.drafts) + 1)
                 states = dict(zip(ends, part.rows.state, strict=True))
@@ -185,6 +196,7 @@ class ReferenceEngine:
 
     def accept(self, request: RequestId, count: int) -> None:
         state = self._running(request)
+        count = _whole("count", count)
         if not state.drafts or not 0 <= count <= len(state.drafts):
             raise InvalidCall(
                 f"request {request} has {len(state.drafts)} drafts pending, so {count} cannot be "
@@ -207,12 +219,14 @@ class ReferenceEngine:
         return tokens
 
     def evict(self, pages: int) -> int:
+        _whole("pages", pages)
         return 0
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
     ) -> Tensor:
         state = self._running(request)
+        layer, start, stop = _whole("layer", layer), _whole("start", start), _whole("stop", stop)
         first, end = self._readable(component, state.length)
         layers = self.shape.kda_layers if component is Component.STATE else self.shape.dsa_layers
         if not 0 <= layer < len(layers):
@@ -225,7 +239,7 @@ class ReferenceEngine:
                 f"them, not {start} to {stop}."
             )
         rows = self._rows if self._weights is None else self._computed_rows
-        return rows(state, component, layer)[start - first : stop - first]
+        return rows(state, component, layer)[start - first : stop - first].clone()
 
     def _readable(self, component: Component, length: int) -> tuple[int, int]:
         closed = length // self.geometry.kpool
@@ -274,9 +288,7 @@ class ReferenceEngine:
         key, gate = stamps.key[layer, first:length], stamps.gate[layer, first:length]
         if component is Component.TAIL:
             return tail_rows(key, gate)
-        ape = self._options.ape
-        zeros = torch.zeros(self.geometry.kpool, self.shape.index_dim)
-        return pooled_rows(key, gate, zeros if ape is None else ape[layer], self.geometry)
+        return pooled_rows(key, gate, self._ape[layer], self.geometry)
 
     def _computed_rows(self, state: _Request, component: Component, layer: int) -> Tensor:
         """All readable rows of a request of a model run."""
@@ -321,7 +333,7 @@ class ReferenceEngine:
         return StepOutput(
             request=request,
             start=first,
-            selected=result.selected[:, skip:],
+            selected=result.selected[:, skip:].clone(),
             logits=result.logits[skip:].to(torch.float32),
         )
 
@@ -355,11 +367,43 @@ class ReferenceEngine:
     def _check_rows(self, rows: Rows | None, positions: int, states: int) -> None:
         if (rows is None) == (self._weights is None):
             raise InvalidCall("rows belong to a stamped run, and only there: build the other one.")
-        if rows is not None and (rows.kv.shape[1], len(rows.state)) != (positions, states):
+        if rows is None:
+            return
+        dsa, kda = len(self.shape.dsa_layers), len(self.shape.kda_layers)
+        for name, tensor, size in (
+            ("kv", rows.kv, (dsa, positions, self.shape.latent)),
+            ("key", rows.key, (dsa, positions, self.shape.index_dim)),
+            ("gate", rows.gate, (dsa, positions, self.shape.index_dim)),
+            ("state", rows.state, (states, kda, self.shape.state_width)),
+        ):
+            if tensor.dtype != torch.float32 or tensor.shape != size:
+                raise InvalidCall(f"rows with a wrong {name}: give it as float32 of shape {size}.")
+
+    def _copied(self, tokens: Tokens) -> list[int]:
+        """The caller's tokens, once all are known to be ids of this run."""
+        low, high = (-(2**63), 2**63) if self._weights is None else (0, self.shape.vocab)
+        if isinstance(tokens, np.ndarray):
+            known = tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)
+        else:
+            known = isinstance(tokens, Sequence)
+        if not known or not all(_is_integer(token) and low <= token < high for token in tokens):
             raise InvalidCall(
-                f"rows for {rows.kv.shape[1]} positions and {len(rows.state)} states: give "
-                f"{positions} and {states}."
+                "tokens that are no ids of this run: give a list, a tuple or a one-dimensional "
+                f"array of integers from {low} to {high - 1}."
             )
+        return [int(token) for token in tokens]
+
+
+def _is_integer(value: object) -> bool:
+    """Python and numpy count booleans and durations as integers; the contract does not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def _whole(name: str, value: int) -> int:
+    """An argument that counts, as an integer of Python."""
+    if not _is_integer(value):
+        raise InvalidCall(f"{name} is of type {type(value).__name__}: give an integer.")
+    return int(value)
 
 
 def factory(

@@ -31,7 +31,7 @@ def hadamard(dim: int) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """bf16(Had(x)) along the last axis, whose length is a power of two."""
     dim = x.shape[-1]
-    # scaled at the end: the signed sums are exact, so that what cancels is 0 and no rest of it
+    # scaled last: float64 sums of bf16 values are exact, so that what cancels leaves a true 0
     return round_bf16((x @ sylvester(dim, x.dtype)) * dim**-0.5)
 
 

@@ -6,13 +6,12 @@ engine is not a kill: the search goes on, and counts it.
 
 from __future__ import annotations
 
-import multiprocessing
 import pkgutil
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from functools import cache
 from typing import Literal
 
@@ -28,6 +27,7 @@ from fuzz.mutants.registry import Mutant, find, names
 from fuzz.run import Outcome, execute
 from fuzz.shrink import shrink
 from fuzz.tape import SplitMix, Tape
+from fuzz.workers import workers
 from reference.addressing import locs_at
 from reference.geometry import Geometry
 
@@ -199,8 +199,7 @@ def report(
     mutants = [find(name) for name in wanted or names()]
     jobs = [(mutant.name, seed, budget_s) for mutant in mutants for seed in range(seeds)]
     found: dict[str, list[_Search]] = {mutant.name: [] for mutant in mutants}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with workers(processes) as pool:
         running = [pool.submit(_search, *job) for job in jobs]
         for done, future in enumerate(as_completed(running), start=1):
             search = future.result()

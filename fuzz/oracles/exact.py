@@ -48,7 +48,7 @@ class Exact:
                 "pages": judge_pages(after, pages=self._pages),
                 "states": judge_states(after, state_slots=self._states),
                 "insert": [s for client in step.inserted for s in self._insert(client, after)],
-                "evict": self._evicted(step),
+                "evict": [*self._evicted(step), *self._needless(step)],
             }
         return [Violation(self.name, part, s) for part, found in parts.items() for s in found]
 
@@ -120,6 +120,28 @@ class Exact:
         return [
             f"Evicting {asked} of {evictable} evictable pages should free {min(asked, evictable)} "
             f"or more; it returned {went}, counted {gone} and freed {freed}."
+        ]
+
+    def _needless(self, step: Step) -> list[str]:
+        """Nothing is evicted while there is room; the states that a step takes are counted
+        generously."""
+        before, after = step.before, step.after
+        gone = after.evicted_pages - before.evicted_pages
+        if not gone or step.evicted is not None or step.refused is not None:
+            return []
+        pages, states = 0, 0
+        for request in step.calls:
+            view = before.requests.get(request)
+            if view is None:
+                states += 1
+            elif request in after.requests:
+                pages += len(after.requests[request].pages) - len(view.pages)
+                states += _states_within(view, self._world.clients[request].length, self._world)
+        if pages > len(before.free_pages) or states > len(before.free_states):
+            return []
+        return [
+            f"'{step.text}' took {pages} pages and evicted {gone}, though "
+            f"{len(before.free_pages)} pages and {len(before.free_states)} states were free."
         ]
 
     def _refusal(self, step: Step) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,11 @@ from reference.contract import EngineOptions, Weights
 from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.weights import random_weights
 
+KPool = Literal[1, 2, 4]
+PhysicalPageSize = Literal[4, 8, 16, 32, 64]
+"""Every pooling ratio divides every page size, so any two may be pinned."""
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 T = TypeVar("T")
 Payload = Literal["stamped", "model"]
 PageOrder = Literal["reuse", "high", "permuted"]
@@ -57,7 +62,9 @@ MODEL_ODDS = 64
 """One execution in so many computes a model; the others are stamped."""
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Pin(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Choices taken out of the tape's hands; None leaves them to it.
 
     Fields:
@@ -65,19 +72,19 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     payload: Payload | None = None
-    kpool: int | None = None
-    physical_page_size: int | None = None
-    interval_pages: int | None = None
-    max_drafts: int | None = None
+    kpool: KPool | None = None
+    physical_page_size: PhysicalPageSize | None = None
+    interval_pages: Annotated[int, msgspec.Meta(ge=1, le=8)] | None = None
+    max_drafts: Annotated[int, msgspec.Meta(ge=0, le=16)] | None = None
     row_format: RowFormat | None = None
     round_scale: bool | None = None
     page_order: PageOrder | None = None
-    seed: int | None = None
-    pages: int | None = None
-    max_requests: int | None = None
-    spare_states: int | None = None
-    max_tokens: int | None = None
-    operations: int | None = None
+    seed: NonNegative | None = None
+    pages: Positive | None = None
+    max_requests: Positive | None = None
+    spare_states: NonNegative | None = None
+    max_tokens: Positive | None = None
+    operations: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,12 @@ def read_trace(path: Path) -> list[TraceRequest]:
             line whose hash ids do not cover its prompt.
     """
     try:
-        with path.open("rb") as lines:
+        if path.exists() and not path.is_file():
+            raise TraceError(
+                f"{path} is no regular file: save the trace as one, since it is read several times."
+            )
+        with path.open("rb") as file:
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
             requests = list(_parse(path.name, lines))
     except OSError as error:
         raise TraceError(

@@ -6,8 +6,10 @@ and faulty engines go through the same code.
 
 from __future__ import annotations
 
+import math
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,9 +40,14 @@ FAULTY_REQUESTS = 60
 
 
 def run(name: str, plan: Plan, tick: Tick) -> Part:
-    """Run the part called `name` (a key of PARTS)."""
+    """Run the part called `name` (a key of PARTS).  One that breaks down has failed."""
     began, cpu = time.perf_counter(), time.process_time()
-    part = PARTS[name](plan, tick)
+    try:
+        part = PARTS[name](plan, tick)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        check = Check(name="runs to its end", measured=what, bar="no exception", passed=False)
+        part = Part(checks=(check,), figures={"traceback": traceback.format_exc()})
     return msgspec.structs.replace(
         part,
         name=name,
@@ -231,13 +238,18 @@ def _capacity(plan: Plan, tick: Tick) -> Part:
     )
 
 
+def trace_pages(plan: Plan) -> int:
+    """Pages of the pool that serves the trace."""
+    return PAGES // 4 if plan.quick else PAGES
+
+
 def _trace(plan: Plan, tick: Tick) -> Part:
     """(c) and (e): the whole trace, stamped."""
     requests = plan.requests()
     counts = TraceRunner(
         load("optimized").factory,
         requests,
-        pages=PAGES // 4 if plan.quick else PAGES,
+        pages=trace_pages(plan),
         progress=lambda done: tick(done, len(requests)),
     ).run()
     # the bars of the published trace, in proportion for a shorter one
@@ -254,8 +266,7 @@ def _trace(plan: Plan, tick: Tick) -> Part:
             counts.hits - counts.hit_remainders[0],
             0,
         ),
-        # of the one process that runs it: wall-clock would judge the neighbours as well
-        Check.at_most("CPU seconds", round(counts.cpu_s), TRACE_LIMIT_S),
+        Check.at_most("wall seconds", math.ceil(counts.wall_s), TRACE_LIMIT_S),
     )
     return Part(checks=checks, columns=("counted", ""), rows=_rows(counts), figures=_plain(counts))
 
@@ -265,7 +276,11 @@ def _rows(counts: TraceCounts) -> tuple[tuple[str, str], ...]:
     remainders = figures.pop("hit_remainders")
     read = figures.pop("rows_read")
     rows = [
-        (name.replace("_", " "), f"{value:,.1f}" if isinstance(value, float) else f"{value:,}")
+        ("wall seconds", f"{figures.pop('wall_s'):,.1f}"),
+        ("CPU seconds", f"{figures.pop('cpu_s'):,.1f}"),
+    ]
+    rows += [
+        (name.replace("_", " "), value if isinstance(value, str) else f"{value:,}")
         for name, value in figures.items()
         if value
     ]

@@ -10,7 +10,7 @@ import multiprocessing
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from fuzz.verify import parts
-from fuzz.verify.mooncake import read_trace
 from fuzz.verify.part import Part, Plan, peak_mib
+from fuzz.verify.trace import check_fits
+from fuzz.workers import workers
 
 Progress = Callable[[str, int, int], None]
 """Called with a part's name, the units done and the units in all."""
@@ -63,12 +65,13 @@ def run_verify(
         processes: worker processes.
 
     Raises:
-        TraceError: when `trace` cannot be used; found before anything runs.
+        TraceError: when `trace` cannot be used, or one of its requests does not fit into the
+            pool; found before anything runs.
     """
-    if trace is not None:
-        read_trace(trace)
     began = time.perf_counter()
     plan = Plan(trace=str(trace) if trace else None, quick=quick)
+    if trace is not None:
+        check_fits(plan.requests(), pages=parts.trace_pages(plan))
     done = dict(_run(plan, only, processes, progress))
     ordered = tuple(done[name] for name in parts.PARTS if name in done)
     workers: dict[int, int] = {}
@@ -91,7 +94,7 @@ def tables(report: Report) -> Iterator[Table]:
         checks.add_column(column)
     for part in report.parts:
         for check in part.checks:
-            verdict = "[green]pass[/]" if check.passed else "[bold red]FAIL[/]"
+            verdict = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
             checks.add_row(part.name, check.name, check.measured, check.bar, verdict)
     yield checks
     for part in report.parts:
@@ -114,25 +117,16 @@ def tables(report: Report) -> Iterator[Table]:
 def _run(
     plan: Plan, only: Sequence[str], processes: int, progress: Progress
 ) -> Iterator[tuple[str, Part]]:
-    # spawn: a forked child would inherit torch's thread pools in whatever state they are
-    context = multiprocessing.get_context("spawn")
-    ticks: Queue[tuple[str, int, int]] = context.Queue()
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_start, initargs=(ticks,)
-    ) as pool:
+    ticks: Queue[tuple[str, int, int]] = multiprocessing.get_context("spawn").Queue()
+    with workers(processes, initializer=_start, initargs=(ticks,)) as pool:
         ordered = sorted(only, key=lambda name: name not in parts.LONGEST_FIRST)
         waiting: set[Future[Part]] = {pool.submit(_run_part, name, plan) for name in ordered}
-        try:
-            while waiting:
-                finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                _drain(ticks, progress)
-                for future in finished:
-                    part = future.result()
-                    yield part.name, part
-        except BaseException:
-            # do not start what nobody will read
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        while waiting:
+            finished, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            _drain(ticks, progress)
+            for future in finished:
+                part = future.result()
+                yield part.name, part
 
 
 def _drain(ticks: Queue[tuple[str, int, int]], progress: Progress) -> None:

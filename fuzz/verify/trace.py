@@ -56,7 +56,23 @@ ROUND_STEPS = 64
 
 
 class PoolTooSmall(TraceError):
-    """The oldest request alone does not fit; the message names the cure."""
+    """A request alone does not fit; the message names its line and the cure."""
+
+
+def check_fits(trace: Sequence[TraceRequest], *, pages: int, geometry: Geometry = GEOMETRY) -> None:
+    """Refuse a request that a pool of `pages` pages (padding included) cannot hold even alone.
+
+    Raises:
+        PoolTooSmall: with one sentence.
+    """
+    room = (pages - 1) * geometry.logical_page_size
+    for line, request in enumerate(trace, start=1):
+        stored = request.input_length + request.output_length - 1
+        if stored > room:
+            raise PoolTooSmall(
+                f"The trace's line {line} needs room for {stored:,} tokens, and the pool has "
+                f"{room:,}: shorten the request, or drop the line."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +88,7 @@ class TraceCounts:
         mismatches: rows read back that were not the expected ones.
         first_mismatch: one sentence for the first of them.
         evicted_pages, reused_pages: the engine's own totals.
+        wall_s, cpu_s: seconds on the clock, and of this process's CPU.
         leaked: pages and state slots that were free at the start and are not after everything
             was evicted at the end.
     """
@@ -91,6 +108,7 @@ class TraceCounts:
     evicted_pages: int = 0
     reused_pages: int = 0
     leaked: int = 0
+    wall_s: float = 0.0
     cpu_s: float = 0.0
 
 
@@ -130,7 +148,11 @@ class TraceRunner:
         pages: logical pages of the pool, padding page included.
         batch: most requests that run at once.
         progress: called with the number of finished requests.
+
+        Raises:
+            PoolTooSmall: when a request alone does not fit into the pool.
         """
+        check_fits(trace, pages=pages, geometry=geometry)
         options = EngineOptions(
             pages=pages,
             state_slots=pages + batch + 1,
@@ -155,9 +177,9 @@ class TraceRunner:
         """Serve all requests, then evict everything and look for leaks.
 
         Raises:
-            PoolTooSmall: when one request alone does not fit into the pool.
+            OutOfMemory: when the engine refuses a request that runs alone.
         """
-        began = time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         while self._admit() or self.decoding:
             while self.prefilling:
                 self._prefill()
@@ -168,7 +190,8 @@ class TraceRunner:
         self.counts.leaked = self.free_at_start - _free(self.engine)
         self.counts.evicted_pages = end.evicted_pages
         self.counts.reused_pages = end.reused_pages
-        self.counts.cpu_s = time.process_time() - began
+        self.counts.wall_s = time.perf_counter() - wall
+        self.counts.cpu_s = time.process_time() - cpu
         return self.counts
 
     def _admit(self) -> bool:
@@ -182,7 +205,7 @@ class TraceRunner:
                 hit = self.engine.submit(job.request, job.tokens[: job.prefill_stop]).hit
             except OutOfMemory:
                 if not self.prefilling and not self.decoding:
-                    raise self._too_small(job) from None
+                    raise _refused_alone(job) from None
                 self.retracted.appendleft(job)
                 break
             job.length = hit
@@ -277,19 +300,13 @@ class TraceRunner:
     def _retract_youngest(self) -> None:
         queue = self.prefilling or self.decoding
         if len(self.prefilling) + len(self.decoding) == 1:
-            raise self._too_small(queue[0])
+            raise _refused_alone(queue[0])
         job = queue.pop()
         self.engine.retract(job.request)
         job.prefill_stop = max(job.prefill_stop, job.length)
         self.retracted.append(job)
         self.crowded = True
         self.counts.retractions += 1
-
-    def _too_small(self, job: _Job) -> PoolTooSmall:
-        return PoolTooSmall(
-            f"request {job.request} of {len(job.tokens)} tokens does not fit into {self.pages} "
-            "pages: give the pool more pages."
-        )
 
     def _read_back(self, job: _Job, when: str) -> None:
         """Read all rows that `job` has stored, and compare them with its own stamps."""
@@ -334,6 +351,13 @@ class TraceRunner:
                 f"{layer} should hold {registry.writer(component, expected[first])}, holds "
                 f"{registry.writer(component, stored[first])}."
             )
+
+
+def _refused_alone(job: _Job) -> OutOfMemory:
+    return OutOfMemory(
+        f"Request {job.request} of {len(job.tokens)} tokens is refused memory though it runs alone "
+        "and an empty pool holds it: look for pages or states that leak."
+    )
 
 
 def _part(rows: Rows, span: slice) -> Rows:

@@ -1,0 +1,104 @@
+"""Campaigns: nothing that was found is lost, whatever ends or breaks them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+import systems
+from fuzz import campaign
+from fuzz.campaign import BATCH, Plan, run
+from fuzz.targets.setup import Pin
+
+FAULTY = Plan(
+    target="prefix_split",
+    mutant="page_table_41494",
+    pin=Pin(payload="stamped"),
+    executions=2000,
+)
+
+
+def ctrl_c():
+    """As a terminal sends it: to this process and all its children."""
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_keeps_what_was_found():
+    def progress(executions, failures):
+        if failures:
+            ctrl_c()
+
+    summary = run(FAULTY, progress=progress)
+    assert summary.interrupted
+    assert not summary.passed
+    assert summary.executions < FAULTY.executions
+    assert summary.failures
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_the_workers(times):
+    left = times
+
+    def progress(executions, failures):
+        nonlocal left
+        while left:
+            left -= 1
+            ctrl_c()
+
+    plan = Plan(target="slot_reuse", pin=Pin(payload="stamped"), executions=10_000, processes=2)
+    summary = run(plan, progress=progress)
+    assert summary.interrupted
+    assert BATCH <= summary.executions < plan.executions
+    assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_while_shrinking_keeps_the_failure(monkeypatch):
+    def shrink(*_):
+        ctrl_c()
+        ctrl_c()
+
+    monkeypatch.setattr(campaign, "shrink", shrink)
+    plan = msgspec.structs.replace(FAULTY, executions=200)
+    summary = run(plan)
+    assert summary.interrupted
+    assert summary.executions == plan.executions
+    assert all(failure.outcome.failed for failure in summary.failures)
+    assert summary.failures
+
+
+class Breaking:
+    """An engine whose prefill breaks down."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def extend(self, chunks):
+        raise KeyError("page")
+
+
+def test_a_crash_of_the_fresh_engine_is_a_finding_of_its_run(monkeypatch):
+    """The metamorphic oracle's own engine, which runs each context once more, alone."""
+    sound = systems.load("optimized")
+
+    def factory(geometry, shape, options, weights=None):
+        engine = sound.factory(geometry, shape, options, weights)
+        fresh = (options.pages, options.state_slots, options.max_requests) == (64, 64, 1)
+        return Breaking(engine) if fresh else engine
+
+    monkeypatch.setattr(systems, "load", lambda name: replace(sound, factory=factory))
+    monkeypatch.setattr(campaign, "shrink", lambda run, failing: failing)
+    plan = Plan(target="slot_reuse", pin=Pin(payload="model"), executions=3)
+    summary = run(plan)
+    assert summary.executions == plan.executions
+    assert [failure.signature for failure in summary.failures] == ["crash/extend.KeyError"]
