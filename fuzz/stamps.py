@@ -10,8 +10,10 @@ differ by layer and component.
 
 All payloads survive their storage format exactly:
 
-- KV rows carry integers that bf16 (0..255) or e4m3 (-7..7 and 14) represent; 14 is the largest
-  in every block of a packed row, so that the block's scale is exactly 14 / 448 = 1 / 32.
+- KV rows carry integers that bf16 (0..255) or e4m3 (-6..7) represent.  In a raw FP8 row the two
+  outermost values lie beyond +-448 and are stored saturated.  In a packed row 14 is the largest
+  in every block; each block is multiplied by a power of two that its first byte names, so that
+  its scale is exactly 14 / 448 = 1 / 32 times that power, or the least scale for a tiny block.
 - Keys are +-1 in every channel.  Gates are multiples of 64 * kpool and position weights (`ape`)
   distinct multiples of 64 below that, so that the softmax over a group is one-hot in float32:
   each channel of a pooled key is the sign of the one token that won it, by its gate, or by its
@@ -39,6 +41,13 @@ Bytes = npt.NDArray[np.uint8]
 BASE = 0x9E3779B97F4A7C15
 LEAST_CHANNELS = 16
 """Channels that hold a whole stamp in the narrowest format."""
+E4M3_MAX = 448.0
+BEYOND = 1000.0
+"""A value that FP8 saturates."""
+FACTORS = np.array([1, 2, 4, 64, 1 / 2, 1 / 8, 2**12, 2**-18], dtype=np.float32)
+"""Of packed blocks: the last makes all values tiny, the one before makes all large."""
+SCALES = np.maximum(14 * FACTORS, np.float32(1e-4)) / np.float32(E4M3_MAX)
+"""The scale of a block for each of FACTORS, whose largest value is 14 times the factor."""
 GAP = 64.0
 """Distance of two logits whose softmax is exactly one-hot in float32 (and in float64)."""
 
@@ -119,15 +128,25 @@ class _Payload:
 
 
 def _kv_tables(row_format: RowFormat) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
-    """For each payload byte the channel values [256, 1 or 2] and their stored code(s) [256]."""
+    """For each payload byte the channel values [256, 1 or 2] and their stored code(s) [256]; of a
+    packed row the codes [factors, 256], by the block's factor."""
     byte = np.arange(256)
     if row_format is RowFormat.BF16:
         values = byte.astype(np.float32)[:, None]
         return values, _bf16_bits(values)[:, 0]
-    digits = np.append(np.arange(-7.0, 8.0), 14.0).astype(np.float32)
+    packed = row_format is RowFormat.FP8_PACKED
+    low, high = (-7.0, 14.0) if packed else (-BEYOND, BEYOND)
+    digits = np.array([low, *range(-6, 8), high], dtype=np.float32)
     values = digits[np.stack([byte & 15, byte >> 4], axis=1)]
-    stored = values * 32 if row_format is RowFormat.FP8_PACKED else values
-    return values, np.ascontiguousarray(_e4m3_bits(stored)).view(np.uint16)[:, 0]
+    stored = values * FACTORS[:, None, None] / SCALES[:, None, None] if packed else values
+    codes = np.ascontiguousarray(_e4m3_bits(stored.clip(-E4M3_MAX, E4M3_MAX)))
+    return values, codes.view(np.uint16)[..., 0]
+
+
+def _factors(payload: Bytes) -> npt.NDArray[np.uint8]:
+    """[..., blocks]: which of FACTORS each block of packed payload bytes is multiplied by."""
+    factors: npt.NDArray[np.uint8] = payload[..., :: PACKED_BLOCK // 2] >> 4 & 7
+    return factors
 
 
 class Stamper:
@@ -199,13 +218,12 @@ class Stamper:
         """[stop - start, row bytes] uint8: stored KV rows of a DSA layer."""
         payload = self._kv.of(_mix(chain[start:stop]), layer)
         latent, row_format = self.shape.latent, self.geometry.row_format
-        codes = self._codes[payload].view(np.uint8)
-        if row_format is RowFormat.BF16:
-            return codes[:, : 2 * latent]
-        if row_format is RowFormat.FP8_RAW:
-            return codes[:, :latent]
-        scale = np.full(-(-latent // PACKED_BLOCK), 1 / 32, dtype=np.float32).view(np.uint8)
-        return np.hstack([codes[:, :latent], np.broadcast_to(scale, (len(codes), len(scale)))])
+        if row_format is not RowFormat.FP8_PACKED:
+            return self._codes[payload].view(np.uint8)[:, : row_format.row_bytes(latent)]
+        factors = _factors(payload)
+        of_byte = factors.repeat(PACKED_BLOCK // 2, axis=1)[:, : payload.shape[1]]
+        codes = self._codes[of_byte, payload].view(np.uint8)
+        return np.hstack([codes[:, :latent], SCALES[factors].view(np.uint8)])
 
     def expected_index(self, chain: U64, first: int, last: int, layer: int) -> Bytes:
         """[last - first, index_dim + 4] uint8: stored rows of closed groups first .. last - 1."""
@@ -252,6 +270,9 @@ class Stamper:
         shape = self.shape
         payload = self._kv.of(mixed)
         kv = self._values[payload].reshape(*payload.shape[:2], -1)[..., : shape.latent]
+        if self.geometry.row_format is RowFormat.FP8_PACKED:
+            factors = FACTORS[_factors(payload)].repeat(PACKED_BLOCK, axis=2)
+            kv = kv * factors[..., : shape.latent]
         key, gate = self._key_and_gate(self._index.of(mixed))
         state = self._state.of(mixed_states)[..., : shape.state_width].astype(np.float32)
         return Rows(

@@ -20,7 +20,7 @@ from fuzz.targets.setup import Payload, Pin
 from oracle_tests.tampering import tampered
 from reference.contract import Admission, Component, InvalidCall, System
 
-SETUP = [0] * 12
+SETUP = [0] * 13
 SUBMIT, EXTEND, DECODE, FINISH, EVICT = (
     KINDS.index(kind) + 1 for kind in ("submit", "extend", "decode", "finish", "evict")
 )
@@ -153,10 +153,21 @@ def test_containment_forbids_changes_to_the_rows_of_others(optimized):
     assert re.search(r"'extend request 1 to 15', but it is .*'s row 0, so it may not", sentence)
 
 
+LIVE: dict[int, int] = {}
+"""Counts of an engine that hands out views of its memory."""
+
+
 def _one_state_lost(engine: Any) -> Any:
     account = engine.inspect()
     lost = {max(account.free_states)} if account.requests else set()
     return replace(account, free_states=account.free_states - lost)
+
+
+def _live_counts(engine: Any) -> Any:
+    account = engine.inspect()
+    LIVE.clear()
+    LIVE.update(account.ref_counts)
+    return replace(account, ref_counts=LIVE)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +197,35 @@ def _one_state_lost(engine: Any) -> Any:
             "exact/insert",
             "request 0 should leave 8 tokens in the cache; 0 are there",
         ),
+        (
+            {"inspect": lambda e: replace(e.inspect(), hits=2 * e.inspect().hits)},
+            "exact/totals",
+            r"'submit request 1 .*' should count 1 hits; it counted 2",
+        ),
+        (
+            {"inspect": lambda e: replace(e.inspect(), reused_pages=1)},
+            "exact/totals",
+            r"pages were handed out, .* 0 should count as reused; 1 do",
+        ),
+        (
+            {"inspect": _live_counts},
+            "exact/copies",
+            "A snapshot should be a copy; one has changed",
+        ),
+        (
+            {"evict": lambda e, pages: e.evict(99)},
+            "exact/evict",
+            r"'evict 1 pages \(2 went\)' needed .* it evicted until \d+ and \d+ were left over",
+        ),
     ],
 )  # fmt: skip
 def test_exact_names_what_is_wrong(optimized, changes, signature, sentence):
     operations = SHARING
     if signature == "exact/insert":
         operations = [SHARING[0], [EXTEND, 0, 0, 2, 0], SHARING[-1]]
+    if signature == "exact/evict":
+        operations = [[SUBMIT, 0, 0, 9, 0], [EXTEND, 0, 0, 0, 0], [FINISH, 0, 0, 0, 0]]
+        operations = [*operations, *operations, [EVICT, 0, 0, 0, 0]]
     outcome = run(tampered(optimized, **changes), operations=operations)
     assert re.search(sentence, found(outcome)[signature])
 
@@ -203,6 +237,15 @@ def test_exact_has_a_refusal_of_a_legal_call(optimized):
     assert found(run(tampered(optimized, decode=decode))) == {
         "exact/refused": "The engine refused a legal call: no."
     }
+
+
+def test_exact_sees_outputs_of_other_positions(optimized):
+    def extend(engine: Any, chunks: Any) -> Any:
+        return engine.extend([replace(chunk, outputs_from=chunk.stop - 1) for chunk in chunks])
+
+    sentence = found(run(tampered(optimized, extend=extend), payload="model"))["exact/outputs"]
+    assert "should give outputs of request 0 from position 0" in sentence
+    assert "it gave those of request 0 from 12" in sentence
 
 
 def test_metamorphic_sees_batch_dependence(optimized):

@@ -187,6 +187,15 @@ def test_a_match_leaves_a_token_to_compute(tree: PrefixTree) -> None:
     assert tree.match(array((1, 1, 2, 2))).hit == 2
 
 
+def test_a_page_is_no_prefix_at_another_depth(tree: PrefixTree) -> None:
+    """The third page hangs below an edge that the request leaves after its first."""
+    cache(tree, (1, 1, 2, 2))
+    cache(tree, (1, 1, 2, 2, 3, 3))
+    assert hit(tree, (1, 1, 3, 3)) == 0
+    cache(tree, (1, 1))
+    assert hit(tree, (1, 1, 3, 3)) == 2
+
+
 def test_an_insert_of_part_pages_is_caught(tree: PrefixTree) -> None:
     with pytest.raises(AssertionError, match="whole pages"):
         tree.insert(array((1, 1, 2)), tree.pages.allocate(1), {})

@@ -71,7 +71,7 @@ def test_the_setup_covers_geometries_pools_and_payloads():
         )
     assert {value for kind, value in seen if kind == "kpool"} == {1, 2, 4}
     assert {value for kind, value in seen if kind == "page"} == {4, 8}
-    assert {value for kind, value in seen if kind == "drafts"} == {0, 1, 2, 3}
+    assert {value for kind, value in seen if kind == "drafts"} == {0, 1, 2, 3, 8}
     assert {value for kind, value in seen if kind == "format"} == set(RowFormat)
     assert len([value for kind, value in seen if kind == "order"]) == 3
     assert 0 < seen["payload", "model"] < 25
@@ -88,7 +88,7 @@ def test_every_operation_takes_the_same_room_on_the_tape():
 def test_an_operation_that_is_not_possible_does_nothing():
     accept = KINDS.index("accept") + 1
     outcome = execute(
-        systems.load("optimized"), targets.find("prefix_split"), Tape([0] * 12 + [accept])
+        systems.load("optimized"), targets.find("prefix_split"), Tape([0] * 13 + [accept])
     )
     assert [(o.text, o.idle) for o in outcome.operations] == [("accept: nothing to do", True)]
 

@@ -30,7 +30,16 @@ from unittest.mock import patch
 from fuzz.targets.setup import Payload, Pin
 
 Body = Callable[..., Any]
-MODULES = ("head_pages", "addresses", "plans", "pooling", "selection", "sharing", "states")
+MODULES = (
+    "head_pages",
+    "addresses",
+    "plans",
+    "pooling",
+    "rows",
+    "selection",
+    "sharing",
+    "states",
+)
 """Files of this package that hold mutants, in the order of the report."""
 
 

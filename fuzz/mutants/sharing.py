@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -108,3 +109,47 @@ def freed_twice_at_abort(original: Body, self: Any, request: Any) -> None:
     held = table.pages[slot, : table.pages_held[slot]].copy()
     original(self, request)
     pages.release(held[pages.counts[held] > 0])
+
+
+def _last_token(original: Body, self: Any, tokens: Ints) -> bytes:
+    return original(self, tokens)[-tokens.itemsize :]
+
+
+@mutant(f"{TREE}.common_length", bug="own", killed_by=OWNED, also={f"{TREE}._key": _last_token})
+def page_compared_by_last_token(original: Body, self: Any, edge: Ints, tokens: Ints) -> int:
+    """Two pages count as the same where their last tokens are."""
+    ends = slice(self.page_size - 1, min(len(edge), len(tokens)), self.page_size)
+    same = (edge[ends] == tokens[ends]).cumprod()
+    return int(same.sum()) * self.page_size
+
+
+@mutant(f"{TREE}.evict", bug="own", killed_by=OWNED)
+def most_recently_used_evicted(original: Body, self: Any, **wanted: int) -> int:
+    """Eviction begins with the prefix that was used last."""
+    nodes = list(self.nodes())
+    for node in nodes:
+        node.used = -node.used
+    gone = original(self, **wanted)
+    for node in nodes:
+        node.used = -node.used
+    return gone
+
+
+@mutant(f"{MEMORY}.admit", bug="own", killed_by=OWNED, target="slot_reuse")
+def hit_locked_after_room(original: Body, self: Any, request: Any, tokens: Any) -> Any:
+    """Room is made for a request before its hit is locked, so that the hit may be evicted."""
+    tree, pages, matched = self.tree, self.pages, []
+    room, lock = self.make_room, tree.lock
+
+    def room_then_lock(**wanted: int) -> None:
+        room(**wanted)
+        lock(*matched)
+
+    with (
+        patch.object(tree, "lock", matched.append),
+        patch.object(tree, "unlock"),
+        patch.object(self, "make_room", room_then_lock),
+        # a page that is free already is held all the same
+        patch.object(pages, "retain", lambda ids: np.add.at(pages.counts, ids, 1)),
+    ):
+        return original(self, request, tokens)

@@ -84,6 +84,33 @@ def rejected_drafts_in_state(original: Body, self: Any, record: Any, count: int)
     original(self, record, len(record.draft_states))
 
 
+@mutant(f"{ENGINE}._adopt_draft_state", bug="own", killed_by=STATE)
+def last_checkpoint_of_accept_only(original: Body, self: Any, record: Any, count: int) -> None:
+    """Of the checkpoints that an accept passes only the last is written."""
+    every = record.checkpoints
+    record.checkpoints = dict(sorted(every.items())[-1:])
+    original(self, record, count)
+    record.checkpoints = every
+
+
+@mutant("optimized.steps.Steps.verify", bug="own", killed_by=STATE)
+def draft_states_not_copied(original: Body, self: Any, records: Any, stops: Any, rows: Any) -> Any:
+    """The states of drafts stay in the caller's tensors, which the caller uses again."""
+    outputs = original(self, records, stops, rows)
+    for record, given in zip(records, rows or (), strict=rows is not None):
+        record.draft_states = given.state
+    return outputs
+
+
+@mutant(f"{ENGINE}.verify", bug="own", killed_by=OWNED)
+def drafts_counted_by_first(original: Body, self: Any, drafts: Any) -> Any:
+    """All requests of a verify are taken to have as many drafts as the first."""
+    outputs = original(self, drafts)
+    slots = [self._find(draft.request).slot for draft in drafts]
+    self.memory.table.pending[slots] = len(drafts[0].tokens)
+    return outputs
+
+
 @mutant(f"{ENGINE}.retract", bug="sglang#37103", killed_by=OWNED)
 def state_left_at_retract(original: Body, self: Any, request: Any) -> Any:
     """A retracted request keeps its state slot for ever."""

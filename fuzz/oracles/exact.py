@@ -6,7 +6,11 @@ The engine's own account of its memory is judged by the reference's rules of pre
 
 from __future__ import annotations
 
+from itertools import cycle
+
+from fuzz.oracles.history import History
 from fuzz.step import Client, Step, Violation, World
+from fuzz.targets.setup import outputs_from
 from reference.addressing import pages_for
 from reference.contract import Capability, RequestView, Snapshot
 from reference.prefix import (
@@ -31,6 +35,7 @@ class Exact:
         fresh = world.engine.inspect()
         self._pages, self._states = len(fresh.free_pages) + 1, len(fresh.free_states) + 1
         self._shares = Capability.PREFIX_SHARING in world.engine.capabilities
+        self._history = History(world)
 
     def check(self, step: Step) -> list[Violation]:
         """The account after the step, what its calls returned, and what a refusal changed."""
@@ -40,6 +45,7 @@ class Exact:
             "hit": self._hit(step),
             "retract": self._retracted(step),
             "refusal": self._refusal(step),
+            "outputs": self._outputs(step),
         }
         if self._shares:
             parts |= {
@@ -48,9 +54,14 @@ class Exact:
                 "pages": judge_pages(after, pages=self._pages),
                 "states": judge_states(after, state_slots=self._states),
                 "insert": [s for client in step.inserted for s in self._insert(client, after)],
-                "evict": [*self._evicted(step), *self._needless(step)],
+                "evict": self._evicted(step),
             }
-        return [Violation(self.name, part, s) for part, found in parts.items() for s in found]
+        found = [Violation(self.name, part, s) for part, said in parts.items() for s in said]
+        # The account over several steps goes by trees that are whole.
+        if self._shares and not found:
+            said = self._history.observe(step)
+            found = [Violation(self.name, part, s) for part in said for s in said[part]]
+        return found
 
     def close(self) -> list[Violation]:
         return []
@@ -122,27 +133,31 @@ class Exact:
             f"or more; it returned {went}, counted {gone} and freed {freed}."
         ]
 
-    def _needless(self, step: Step) -> list[str]:
-        """Nothing is evicted while there is room; the states that a step takes are counted
-        generously."""
-        before, after = step.before, step.after
-        gone = after.evicted_pages - before.evicted_pages
-        if not gone or step.evicted is not None or step.refused is not None:
-            return []
-        pages, states = 0, 0
-        for request in step.calls:
-            view = before.requests.get(request)
-            if view is None:
-                states += 1
-            elif request in after.requests:
-                pages += len(after.requests[request].pages) - len(view.pages)
-                states += _states_within(view, self._world.clients[request].length, self._world)
-        if pages > len(before.free_pages) or states > len(before.free_states):
-            return []
-        return [
-            f"'{step.text}' took {pages} pages and evicted {gone}, though "
-            f"{len(before.free_pages)} pages and {len(before.free_states)} states were free."
-        ]
+    def _outputs(self, step: Step) -> list[str]:
+        """Each output stands for those positions of its request whose output was wanted."""
+        world, found = self._world, []
+        layers, width = len(world.shape.dsa_layers), world.geometry.selection_width
+        # In the order of the call, and a decode of several tokens is as many calls.
+        asked = cycle(step.wrote.items())
+        for (context, output), (request, (start, _)) in zip(step.outputs, asked, strict=False):
+            stop = len(context)
+            if step.text.startswith("decode"):
+                start = stop - 1
+            elif step.text.startswith("extend") and not world.stamped:
+                first = outputs_from(world.options, start, stop)
+                start = stop - 1 if first is None else first
+            # A stamped run has none.
+            count = 0 if world.stamped else stop - start
+            got = (tuple(output.selected.shape), tuple(output.logits.shape))
+            shapes = ((layers, count, width), (count, world.shape.vocab))
+            begins = start if world.stamped else output.start
+            if (output.request, begins, got) != (request, start, shapes):
+                found.append(
+                    f"'{step.text}' should give outputs of request {request} from position "
+                    f"{start}, of shapes {shapes}; it gave those of request {output.request} from "
+                    f"{output.start}, of shapes {got}."
+                )
+        return found
 
     def _refusal(self, step: Step) -> list[str]:
         """OutOfMemory changes nothing but what it evicted, and comes only when all is used."""

@@ -1,8 +1,9 @@
 """Numeric: a model run stays within the reference's derived error bound.
 
 The reference reads the engine's own stored bytes and outputs and judges them in float64
-(`reference.bounds`).  One request a run is audited, the longest: what depends on history, batch
-or chunking is the metamorphic oracle's to find, and faults that do not show in any request.
+(`reference.bounds`).  One request a run is audited, the longest of which all outputs are known:
+what depends on history, batch or chunking is the metamorphic oracle's to find, and faults that do
+not show in any request.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Numeric:
         return []
 
     def close(self) -> list[Violation]:
-        """Audit the longest request."""
+        """Audit the longest request that can be."""
         world, weights = self._world, self._world.weights
-        if not self._stored or weights is None:
+        audited = max(filter(self._known, self._stored.values()), key=_length, default=None)
+        if audited is None or weights is None:
             return []
-        tokens, stored = max(self._stored.values(), key=lambda kept: len(kept[0]))
+        tokens, stored = audited
         computed = [self._outputs[tokens[: i + 1]] for i in range(len(tokens))]
         output = StepOutput(
             request=RequestId(0),
@@ -66,6 +68,11 @@ class Numeric:
             Violation(self.name, sentence.partition(":")[0], sentence)
             for sentence in found.violations
         ]
+
+    def _known(self, kept: tuple[Context, Stored]) -> bool:
+        """Whether the outputs of all its positions were wanted: the rows of a layer depend on
+        the selections of the layers below it, all of which the audit takes from the engine."""
+        return all(kept[0][: i + 1] in self._outputs for i in range(len(kept[0])))
 
     def _read(self, client: Client) -> Stored:
         """All that the engine reads for the request."""
@@ -82,3 +89,7 @@ class Numeric:
             tail=[rows(Component.TAIL, i, tail, length) for i in dsa],
             state=[rows(Component.STATE, i, 0, 1) for i in kda],
         )
+
+
+def _length(kept: tuple[Context, Stored]) -> int:
+    return len(kept[0])

@@ -21,7 +21,7 @@ PREFIX_SPLIT = Target(
         "retract": 0.5,
         "resume": 1,
         "abort": 0.5,
-        "evict": 0.5,
+        "evict": 1.5,
         "verify": 4,
         "accept": 4,
     },

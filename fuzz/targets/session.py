@@ -7,20 +7,22 @@ not possible where it stands does nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from fuzz.step import Client, Step, World
 from fuzz.tape import SplitMix, Tape
-from fuzz.targets.setup import boundaries
+from fuzz.targets.setup import boundaries, outputs_from
 from reference.contract import (
     Capability,
     Chunk,
     Drafts,
     OutOfMemory,
     RequestId,
+    Rows,
     StepOutput,
 )
 
@@ -179,14 +181,21 @@ class Session:
         world, tape = self.world, self.tape
         parents = list(world.clients.values())
         parent = tape.draw(len(parents) + 1, favour=range(1, len(parents) + 1))
-        tape.draw(1)
-        total = 1 + tape.draw(self.max_tokens, favour=[n - 1 for n in self._lengths])
         source = parents[parent - 1].tokens if parent else []
+        page = world.geometry.logical_page_size
+        # Behind what is shared: all fresh, one fresh token and then the parent's again, or the
+        # parent's from a page on, at another depth.  It takes two pages to meet it again.
+        change = tape.choose((8, 1, 1) if len(source) > 2 * page else (1,))
+        total = 1 + tape.draw(self.max_tokens, favour=[n - 1 for n in self._lengths])
         shared = tape.draw(min(len(source), total) + 1, favour=self._lengths)
         tokens = source[:shared]
-        if shared < total:
+        if change == 2:
+            tokens += source[shared + page :][: total - shared]
+        elif shared < total:
             tokens.append(self._fresh(not_this=source[shared] if shared < len(source) else -1))
-            tokens += [self._fresh() for _ in range(total - shared - 1)]
+            if change == 1:
+                tokens += source[shared + 1 : total]
+        tokens += [self._fresh() for _ in range(total - len(tokens))]
         client = Client(RequestId(len(world.clients)), tokens, world.stamper.chain(tokens))
         origin = f", the first {shared} as in request {parent - 1}" if shared else ""
         step = self._begin(f"submit {client.name} with {total} tokens{origin}")
@@ -224,11 +233,14 @@ class Session:
         pairs = list(zip(clients, stops, strict=True))
         step = self._begin("extend " + ", ".join(f"{c.name} to {stop}" for c, stop in pairs))
         step.calls.update(c.request for c in clients)
+        chunks = [self._chunk(c, stop) for c, stop in pairs]
         try:
-            outputs = self.world.engine.extend([self._chunk(c, stop) for c, stop in pairs])
+            outputs = self.world.engine.extend(chunks)
         except OutOfMemory as refusal:
             self._refused(step, refusal)
             return step
+        finally:
+            _overwrite(chunk.rows for chunk in chunks)
         for (client, stop), output in zip(pairs, outputs, strict=True):
             self._stored(step, client, stop, output)
             if stop == len(client.tokens):
@@ -237,7 +249,8 @@ class Session:
 
     def _chunk(self, client: Client, stop: int) -> Chunk:
         if not self.world.stamped:
-            return Chunk(request=client.request, stop=stop, outputs_from=client.length)
+            first = outputs_from(self.world.options, client.length, stop)
+            return Chunk(request=client.request, stop=stop, outputs_from=first)
         rows = self.world.stamper.extend_rows(client.chain, client.length, stop)
         return Chunk(request=client.request, stop=stop, rows=rows)
 
@@ -267,7 +280,10 @@ class Session:
             np.array(tokens),
         )
         rows = world.stamper.step_rows(chains) if world.stamped else None
-        outputs = world.engine.decode([c.request for c in clients], tokens, rows)
+        try:
+            outputs = world.engine.decode([c.request for c in clients], tokens, rows)
+        finally:
+            _overwrite([rows])
         self.tokens += len(clients)
         for i, (client, output) in enumerate(zip(clients, outputs, strict=True)):
             client.tokens.append(tokens[i])
@@ -284,11 +300,16 @@ class Session:
         world = self.world
         clients = self._some(self._verifiable())
         room = min(self.max_length - c.length for c in clients)
-        count = 1 + self.tape.draw(min(world.geometry.max_drafts, room))
-        step = self._begin(f"verify {count} drafts of {', '.join(c.name for c in clients)}")
+        most = min(world.geometry.max_drafts, room)
+        many = most > world.geometry.mamba_track_interval
+        first = 1 + self.tape.draw(most, favour=[most - 1] if many else ())
+        others = self.tape.draw(most + 1)
+        counts = [first] + [others or first] * (len(clients) - 1)
+        drafts = (f"{n} drafts of {c.name}" for c, n in zip(clients, counts, strict=True))
+        step = self._begin("verify " + ", ".join(drafts))
         step.calls.update(c.request for c in clients)
         asked, chains = [], []
-        for client in clients:
+        for client, count in zip(clients, counts, strict=True):
             tokens = [self._fresh() for _ in range(count)]
             chain = world.stamper.chain(client.tokens + tokens)
             rows = world.stamper.step_rows(chain[client.length :]) if world.stamped else None
@@ -299,16 +320,21 @@ class Session:
         except OutOfMemory as refusal:
             self._refused(step, refusal)
             return step
-        self.tokens += count * len(clients)
+        finally:
+            _overwrite(drafts.rows for drafts in asked)
+        self.tokens += sum(counts)
         for client, drafts, chain, output in zip(clients, asked, chains, outputs, strict=True):
             client.drafts, client.chain = list(drafts.tokens), chain
-            step.wrote[client.request] = (client.length, client.length + count)
+            stop = client.length + len(client.drafts)
+            step.wrote[client.request] = (client.length, stop)
             step.outputs.append((tuple(client.tokens + client.drafts), output))
         return step
 
     def _accept(self) -> Step:
         client = self._one(self._pending())
-        kept, drafts = self.tape.draw(len(client.drafts) + 1), len(client.drafts)
+        drafts = len(client.drafts)
+        many = drafts > self.world.geometry.mamba_track_interval
+        kept = self.tape.draw(drafts + 1, favour=[drafts] if many else ())
         step = self._begin(f"accept {kept} of {drafts} drafts of {client.name}")
         step.calls.add(client.request)
         try:
@@ -343,3 +369,11 @@ class Session:
         step = self._begin(f"evict {asked} pages ({went} went)")
         step.evicted = asked, went
         return step
+
+
+def _overwrite(given: Iterable[Rows | None]) -> None:
+    """Spoil the rows of a call that is over: they are the caller's, who may use them again."""
+    for rows in given:
+        if rows is not None:
+            for values in (rows.kv, rows.key, rows.gate, rows.state):
+                values.fill_(math.nan)

@@ -7,7 +7,7 @@ pinning one of them (`Pin`) or shrinking another leaves the operations where the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 
 from fuzz.tape import Tape
 from reference.contract import EngineOptions, Weights
-from reference.geometry import Geometry, ModelShape, RowFormat
+from reference.geometry import PACKED_BLOCK, Geometry, ModelShape, RowFormat
 from reference.weights import random_weights
 
 KPool = Literal[1, 2, 4]
@@ -43,6 +43,8 @@ STAMPED_SHAPE = ModelShape(
     kda_value_dim=4,
     conv_width=2,
 )
+TWO_BLOCKS = replace(STAMPED_SHAPE, latent=PACKED_BLOCK + STAMPED_SHAPE.latent)
+"""Rows of two packed blocks, each with a scale of its own."""
 MODEL_SHAPE = ModelShape(
     layers=4,
     dsa_period=2,
@@ -58,6 +60,8 @@ MODEL_SHAPE = ModelShape(
     kda_value_dim=8,
     conv_width=4,
 )
+CLOSE = 4
+"""Most tokens between two checkpoints that are close."""
 MODEL_ODDS = 64
 """One execution in so many computes a model; the others are stamped."""
 
@@ -138,7 +142,9 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         kpool = pick(pin.kpool, (1, 2, 4), (1, 3, 3))
         physical = pick(pin.physical_page_size, (4, 8), (3, 1))
         interval = kpool * physical * pick(pin.interval_pages, (1, 2))
-        drafts = pick(pin.max_drafts, (0, 1, 2, 3))
+        # So many that one accept can cross two checkpoints, where they stand close.
+        most = 2 * interval if interval <= CLOSE else 3
+        drafts = pick(pin.max_drafts, (0, 1, 2, most), (1, 1, 1, 1 if most == 3 else 3))
         row_format = pick(pin.row_format, tuple(RowFormat), (2, 1, 1))
         round_scale = pick(pin.round_scale, (True, False), (3, 1))
         order = pick(pin.page_order, PAGE_ORDERS)
@@ -146,6 +152,8 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         max_requests = between(pin.max_requests, *ranges.max_requests)
         pages = between(pin.pages, *ranges.pages)
         states = max_requests + between(pin.spare_states, *ranges.spare_states)
+        packed = row_format is RowFormat.FP8_PACKED
+        two_blocks = pick(None, (False, True) if packed else (False,))
     geometry = Geometry(
         kpool=kpool,
         physical_page_size=physical,
@@ -155,11 +163,14 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         round_scale=round_scale,
         row_format=row_format,
     )
+    shape = MODEL_SHAPE
+    if payload == "stamped":
+        shape = TWO_BLOCKS if two_blocks else STAMPED_SHAPE
     longest = min(pages * geometry.logical_page_size, interval * 2 + geometry.logical_page_size)
     prompt = min(longest, pin.max_tokens or longest)
     return Setup(
         geometry=geometry,
-        shape=STAMPED_SHAPE if payload == "stamped" else MODEL_SHAPE,
+        shape=shape,
         options=EngineOptions(
             pages=pages + 1,
             state_slots=states + 1,
@@ -171,6 +182,14 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         max_tokens=prompt,
         max_length=prompt + geometry.logical_page_size,
     )
+
+
+def outputs_from(options: EngineOptions, start: int, stop: int) -> int | None:
+    """`Chunk.outputs_from` of a model run's chunk from `start` to `stop`.  Two runs in three want
+    all outputs, since only those can be audited; the others vary them with the stop."""
+    if options.seed % 3 < 2:
+        return start
+    return (None, start, (start + stop) // 2)[stop % 3]
 
 
 @lru_cache(maxsize=16)

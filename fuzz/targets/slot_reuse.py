@@ -11,7 +11,7 @@ from fuzz.targets.setup import Ranges
 
 SLOT_REUSE = Target(
     name="slot_reuse",
-    ranges=Ranges(pages=(3, 9), spare_states=(2, 8), max_requests=(1, 4)),
+    ranges=Ranges(pages=(3, 9), spare_states=(0, 6), max_requests=(1, 4)),
     weights={
         "submit": 4,
         "extend": 6,
