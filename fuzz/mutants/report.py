@@ -50,7 +50,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
         crashes: executions in which the engine raised what it may not.
         sentence: the oracle's.
         outcome: the failing run, None of a survivor or an address.
-        error: largest error / bound of a run that the numeric oracle judged, else None.
+        error: largest error / bound of the run, where the numeric oracle objected.
     """
 
     oracle: str | None = None
@@ -72,7 +72,7 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
         operations, tokens: of the shrunk case; 0 where there is none.
         case: the shrunk case, readable; violation: what the oracle says of it.
         survived: searches that found nothing; crashes: executions that crashed.
-        error: smallest of the searches' largest error / bound, where the numeric oracle judged:
+        error: smallest of the searches' largest error / bound, where the numeric oracle objected:
             how far the mutant stays from the clean runs, which are below 1.
     """
 
@@ -139,7 +139,7 @@ def kill(
                 crashes=crashes,
                 sentence=first.sentence,
                 outcome=outcome,
-                error=max(outcome.ratios.values(), default=None),
+                error=max(outcome.ratios.values()) if first.oracle == "numeric" else None,
             )
     return Kill(executions=i, cpu_seconds=time.process_time() - began, crashes=crashes)
 
