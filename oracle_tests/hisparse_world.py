@@ -12,7 +12,7 @@ from optimized.hisparse.backups import BackupQueue
 from optimized.hisparse.coordinator import Coordinator
 from optimized.memory.allocator import Allocator
 from oracle_tests.kernel_cases import POISON
-from reference.contract import OutOfMemory
+from reference.contract import Occupancy, OutOfMemory
 from reference.geometry import Geometry, ModelShape
 from reference.hisparse import (
     Residency,
@@ -24,7 +24,7 @@ from reference.hisparse import (
     judge_resident,
     newest_slot,
 )
-from reference.occupancy import Occupancy, admits, hot_rows, judge_occupancy, judge_owners
+from reference.occupancy import admits, hot_rows, judge_occupancy, judge_owners
 
 SHAPE = ModelShape(layers=12, latent=8, index_dim=16, heads=1, kda_heads=1, hidden=8, vocab=8)
 LEADERS = (0, 0, 2)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimized.hisparse.coordinator import Batch, Coordinator, Occupancy
+from optimized.hisparse.coordinator import Batch, Coordinator
 from optimized.hisparse.pools import HostPages, rows_of_pages
 from optimized.memory.allocator import Allocator, Ids
 from oracle_tests.conftest import LAUNCHES
 from oracle_tests.hisparse_world import GEOMETRIES, LEAST, ROOMY, SHAPE, UNPOOLED, World
 from oracle_tests.kernel_cases import POISON
-from reference.contract import OutOfMemory
+from reference.contract import Occupancy, OutOfMemory
 from reference.geometry import GeometryError
 
 Body = Callable[..., Any]

@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import pytest
 
-from reference.contract import InvalidCall
+from reference.contract import InvalidCall, Occupancy
 from reference.geometry import Geometry
-from reference.occupancy import Occupancy, admits, hot_rows, judge_occupancy, judge_owners
+from reference.occupancy import admits, hot_rows, judge_occupancy, judge_owners
 
 BALANCED = Occupancy(
     device_free=24,

@@ -238,6 +238,28 @@ class Snapshot:
     reused_pages: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """Tokens of each memory of an engine with HiSparse, apart; padding is in none of them.
+
+    Fields:
+        device_*: rows of the device pool; hot ones belong to a running request.
+        host_*: rows of the host pool; held ones to a request, to a cached prefix, or to both.
+        logical_*: token locs; owned by a request alone, or cached in the prefix tree.
+    """
+
+    device_free: int
+    device_hot: int
+    device_total: int
+    host_free: int
+    host_held: int
+    host_total: int
+    logical_free: int
+    logical_owned: int
+    logical_cached: int
+    logical_total: int
+
+
 class Engine(Protocol):
     """One engine.  Calls either succeed or raise a ContractError and change nothing.
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from reference.addressing import pages_for
-from reference.contract import InvalidCall
+from reference.contract import InvalidCall, Occupancy
 from reference.geometry import Geometry
 
 
@@ -20,28 +19,6 @@ def hot_rows(size: int, page_size: int) -> int:
     """Device rows that a request takes and gives back, whatever its length: `size` rounded up
     to pages of `page_size` rows, and one page whose first row is the newest."""
     return (-(-size // page_size) + 1) * page_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Occupancy:
-    """Tokens of each memory, apart; padding is in none of them.
-
-    Fields:
-        device_*: rows of the device pool; hot ones belong to a running request.
-        host_*: rows of the host pool; held ones to a request, to a cached prefix, or to both.
-        logical_*: token locs; owned by a request alone, or cached in the prefix tree.
-    """
-
-    device_free: int
-    device_hot: int
-    device_total: int
-    host_free: int
-    host_held: int
-    host_total: int
-    logical_free: int
-    logical_owned: int
-    logical_cached: int
-    logical_total: int
 
 
 def admits(

@@ -23,30 +23,8 @@ from optimized.hisparse.pools import HostPages, HotPools, rows_of_pages
 from optimized.kernels import swap_in
 from optimized.kernels.swap_in import SwapPlan
 from optimized.memory.allocator import Allocator, Ids
-from reference.contract import OutOfMemory
+from reference.contract import Occupancy, OutOfMemory
 from reference.geometry import Geometry, GeometryError, ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Occupancy:
-    """Tokens of each memory, apart; padding is in none of them.
-
-    Fields:
-        device_*: hot rows, those of running requests and all of them.
-        host_*: rows of host pages, held by requests or cached prefixes.
-        logical_*: token locs that have host rows, cached in the prefix tree or not.
-    """
-
-    device_free: int
-    device_hot: int
-    device_total: int
-    host_free: int
-    host_held: int
-    host_total: int
-    logical_free: int
-    logical_owned: int
-    logical_cached: int
-    logical_total: int
 
 
 @dataclass(slots=True)
