@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 import systems
-from fuzz import campaign, case, mutants, targets
+from fuzz import campaign, capacity, case, mutants, targets
+from fuzz.capacity import Budget, Layers, Ratios
 from fuzz.mutants import report as kill_report
 from fuzz.run import Outcome, execute
 from fuzz.stamps import StampError
@@ -36,6 +37,7 @@ from fuzz.terminal import (
     deliver,
     write_file,
 )
+from fuzz.verify.capacity import CapacityError
 from fuzz.verify.mooncake import TraceError
 from fuzz.verify.report import run_verify, tables
 from reference.contract import ContractError
@@ -47,6 +49,7 @@ BAD_INPUT = (
     GeometryError,
     StampError,
     TraceError,
+    CapacityError,
     ContractError,
     case.CaseError,
     targets.UnknownTarget,
@@ -284,6 +287,63 @@ def geometry(
     for name, value in sizes.items():
         table.add_row(name, str(value))
     deliver(out, [table], json=json, result=sizes)
+    return 0
+
+
+@app.command(name="capacity")
+def fit_tokens(
+    *,
+    device_budget: Budget,
+    host_budget: Budget,
+    ratios: Ratios = (1, 2, 4, 8),
+    kpool: int = 4,
+    physical_page_size: int = 64,
+    row_format: RowFormat = RowFormat.BF16,
+    layers: Layers = 45,
+    dsa_period: int = 4,
+    latent: int = 512,
+    index_dim: int = 128,
+    chart: Path | None = None,
+    json: JsonFile = None,
+) -> int:
+    """How many tokens fit into a device and a host budget, with HiSparse at each ratio and
+    without it, and which budget limits them.
+
+    Parameters
+    ----------
+    device_budget
+        Bytes of one device for KV rows and index keys, such as 28GB or 26GiB.
+    host_budget
+        Bytes of host memory for KV rows, for one device.
+    ratios
+        Logical tokens a device token; repeat the option for several.
+    layers, dsa_period
+        Of so many layers, every dsa_period-th has KV rows and index keys.
+    latent, index_dim
+        Channels of a KV row, and of an index key.
+    chart
+        Write a bar chart of tokens against ratio to this .png or .svg file.
+    """
+    check_writable(json)
+    check_writable(chart)
+    capacity.check_chart(chart)
+    # no other size of a geometry counts here: the least that its rules allow
+    checked = Geometry(
+        kpool=kpool,
+        physical_page_size=physical_page_size,
+        topk=kpool,
+        mamba_track_interval=kpool * physical_page_size,
+        row_format=row_format,
+    )
+    shape = ModelShape(layers=layers, dsa_period=dsa_period, latent=latent, index_dim=index_dim)
+    found = capacity.report(
+        checked, shape, device_budget=device_budget, host_budget=host_budget, ratios=ratios
+    )
+    try:
+        if chart is not None:
+            write_file(chart, capacity.chart(found, file_format=chart.suffix[1:].lower()))
+    finally:
+        deliver(out, capacity.parts(found), json=json, result=found)
     return 0
 
 
