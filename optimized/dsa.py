@@ -134,14 +134,11 @@ class DsaLayer:
 
     def _attend(self, batch: Batch, q: Tensor, owner: Tensor, selected: Tensor) -> Tensor:
         """[queries, heads * latent]: MLA over the rows at the selected positions."""
-        rows = batch.table_rows[owner.numpy()][:, None]
-        chosen = selected.numpy()
-        locs = addressing.locs(self.geometry, batch.table, rows, np.maximum(chosen, 0))
-        where = torch.from_numpy(np.where(chosen >= 0, locs, 0))
+        pool, where = batch.kv_rows.sources(self.index, owner, selected)
         parts = [
             mla.mla(
                 q[at : at + QUERIES],
-                self.pools.kv[self.index],
+                pool,
                 where[at : at + QUERIES],
                 row_format=self.geometry.row_format,
                 scale=self.shape.latent**-0.5,

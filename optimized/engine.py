@@ -6,15 +6,19 @@ raises has changed nothing but what it evicted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optimized import addressing
+from optimized import addressing, inputs
 from optimized.addressing import Array
+from optimized.hisparse.coordinator import Coordinator
+from optimized.hisparse.memory import HiSparseMemory
 from optimized.kernels import gather
+from optimized.memory.host_tier import HostTier
 from optimized.memory.manager import Memory
 from optimized.memory.requests import Request
 from optimized.steps import Steps
@@ -32,6 +36,8 @@ from reference.contract import (
     StepOutput,
     Tokens,
     Weights,
+    components,
+    proceed,
 )
 from reference.geometry import Geometry, ModelShape
 
@@ -49,14 +55,29 @@ class OptimizedEngine:
     ) -> None:
         self.geometry = geometry
         self.shape = shape
-        kind = Capability.STAMPED if weights is None else Capability.MODEL
+        sizes = options.hisparse
         self.capabilities = frozenset(
-            {kind, Capability.PREFIX_SHARING, Capability.VERIFY, Capability.RAW}
+            {
+                Capability.STAMPED if weights is None else Capability.MODEL,
+                Capability.PREFIX_SHARING,
+                # a hot buffer has one newest row, and a verify would store several
+                *(() if sizes else (Capability.VERIFY,)),
+                Capability.RAW,
+                Capability.HISPARSE,
+                Capability.HOST_TIER,
+            }
         )
+        self._components = components(options)
         self._stamped = weights is None
         self._dsa_layers, self._kda_layers = len(shape.dsa_layers), len(shape.kda_layers)
         self._backend = options.backend
-        self.memory = Memory(geometry, shape, options)
+        self.memory = (
+            HiSparseMemory(sizes, geometry, shape, options)
+            if sizes
+            else Memory(geometry, shape, options)
+        )
+        tier = options.host_tier
+        self._tier = HostTier(tier, options, self.memory) if tier else None
         self.steps = Steps(geometry, shape, options, weights, self.memory)
 
     def submit(self, request: RequestId, tokens: Tokens) -> Admission:
@@ -87,7 +108,7 @@ class OptimizedEngine:
         self.memory.advance(slots, stops)
         for record in records:
             if table.length[record.slot] == table.known[record.slot]:
-                self.memory.share(record)
+                self.memory.complete(record)
         return outputs
 
     def decode(
@@ -102,7 +123,8 @@ class OptimizedEngine:
             )
         self._given_rows([rows])
         if rows is not None:
-            self._check_rows(rows, len(records), len(records))
+            selects = Component.HOT in self._components
+            self._check_rows(rows, len(records), len(records), selects=selects)
         if not records:
             return []
         table = self.memory.table
@@ -144,7 +166,7 @@ class OptimizedEngine:
 
     def accept(self, request: RequestId, count: int) -> None:
         record = self._find(request)
-        (count,) = _integers(count=count)
+        (count,) = inputs.integers(count=count)
         table, slot = self.memory.table, record.slot
         pending = int(table.pending[slot])
         if not pending:
@@ -187,15 +209,26 @@ class OptimizedEngine:
         return tokens
 
     def evict(self, pages: int) -> int:
-        (pages,) = _integers(pages=pages)
+        (pages,) = inputs.integers(pages=pages)
         return self.memory.tree.evict(pages=pages)
+
+    def back_up(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        return self._host_tier().back_up(self._tokens(tokens), before)
+
+    def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        return self._host_tier().restore(self._tokens(tokens), before)
+
+    def _host_tier(self) -> HostTier:
+        if self._tier is None:
+            raise InvalidCall("the engine has no host tier: build it with the option host_tier.")
+        return self._tier
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
     ) -> Tensor:
         record = self._find(request)
         layer = self._layer(component, layer)
-        start, stop = _integers(start=start, stop=stop)
+        start, stop = inputs.integers(start=start, stop=stop)
         low, high = self._readable(record, component)
         if not low <= start <= stop <= high:
             raise InvalidCall(
@@ -208,10 +241,9 @@ class OptimizedEngine:
             return row.view(torch.uint8).clone()[None][start:stop]
         items, pages = np.arange(start, stop), self.memory.table.pages
         if component is Component.KV:
-            locs = addressing.locs(self.geometry, pages, slot, items)
-            return gather.gather_rows(
-                pools.kv[layer], torch.from_numpy(locs), backend=self._backend
-            )
+            return self.memory.read_kv(slot, layer, items)
+        if component is Component.HOT:
+            return self._hot.read(slot, layer, items)
         if component is Component.INDEX:
             return gather.gather_index(
                 pools.index[layer],
@@ -228,6 +260,8 @@ class OptimizedEngine:
         pools = self.memory.pools
         if component is Component.KV:
             return pools.kv[layer]
+        if component is Component.HOT:
+            return self._hot.pools.device[layer]
         if component is Component.INDEX:
             return pools.index[layer]
         if component is Component.STATE:
@@ -235,7 +269,13 @@ class OptimizedEngine:
         return pools.ring[layer].view(torch.uint8)
 
     def inspect(self) -> Snapshot:
-        return self.memory.snapshot()
+        snapshot = self.memory.snapshot()
+        return replace(snapshot, tier=self._tier.snapshot()) if self._tier else snapshot
+
+    @property
+    def _hot(self) -> Coordinator:
+        assert isinstance(self.memory, HiSparseMemory), "no other memory has hot rows"
+        return self.memory.hot
 
     def _find(self, request: RequestId) -> Request:
         record = self.memory.table.by_id.get(request)
@@ -257,22 +297,18 @@ class OptimizedEngine:
 
     def _tokens(self, tokens: Tokens) -> Array:
         """The tokens as an int64 array of the engine's own, all in the model's vocabulary."""
-        array = _int64s(tokens)
-        if array is None:
-            raise InvalidCall(
-                "tokens are no flat sequence of 64-bit integers: give a list, tuple or array with "
-                "one integer a token."
-            )
-        vocab = self.shape.vocab
-        if not self._stamped and ((array < 0) | (array >= vocab)).any():
-            raise InvalidCall(
-                f"a token is no id of the vocabulary: give ids from 0 to {vocab - 1}."
-            )
-        return array
+        return inputs.token_ids(tokens, vocab=None if self._stamped else self.shape.vocab)
+
+    def _check_rows(
+        self, rows: Rows, positions: int, states: int, *, selects: bool = False
+    ) -> None:
+        inputs.check_rows(
+            rows, self.geometry, self.shape, positions=positions, states=states, selects=selects
+        )
 
     def _span(self, record: Request, chunk: Chunk) -> tuple[int, int]:
         """Where a chunk stops, and its first position whose output is wanted."""
-        (stop,) = _integers(stop=chunk.stop)
+        (stop,) = inputs.integers(stop=chunk.stop)
         table = self.memory.table
         start, known = int(table.length[record.slot]), int(table.known[record.slot])
         if not start < stop <= known:
@@ -281,7 +317,7 @@ class OptimizedEngine:
                 f"{stop}: choose a stop behind what is stored and not behind its tokens."
             )
         wanted = stop - 1 if chunk.outputs_from is None else chunk.outputs_from
-        (first,) = _integers(outputs_from=wanted)
+        (first,) = inputs.integers(outputs_from=wanted)
         if not start <= first < stop:
             raise InvalidCall(
                 f"request {record.id} wants outputs from {first} of a chunk from {start} to "
@@ -311,24 +347,12 @@ class OptimizedEngine:
             )
         return given if self._stamped else None
 
-    def _check_rows(self, rows: Rows, positions: int, states: int) -> None:
-        shape, layers = self.shape, self._dsa_layers
-        wanted = {
-            "kv": (layers, positions, shape.latent),
-            "key": (layers, positions, shape.index_dim),
-            "gate": (layers, positions, shape.index_dim),
-            "state": (states, self._kda_layers, shape.state_width),
-        }
-        for name, size in wanted.items():
-            given: Tensor = getattr(rows, name)
-            kind, found = str(given.dtype).removeprefix("torch."), tuple(given.shape)
-            if (kind, found) != ("float32", size):
-                raise InvalidCall(
-                    f"rows have {name} as {kind} of shape {found}: make it float32 of shape {size}."
-                )
-
     def _layer(self, component: Component, layer: int) -> int:
-        (layer,) = _integers(layer=layer)
+        (layer,) = inputs.integers(layer=layer)
+        if component not in self._components:
+            raise InvalidCall(
+                f"the engine stores no {component.value} rows: build it with the option hisparse."
+            )
         own = self._kda_layers if component is Component.STATE else self._dsa_layers
         if not 0 <= layer < own:
             raise InvalidCall(
@@ -346,37 +370,11 @@ class OptimizedEngine:
             return 0, stored
         if component is Component.INDEX:
             return 0, stored // geometry.kpool
+        if component is Component.HOT:
+            return 0, self._hot.size + 1
         if component is Component.TAIL:
             return length // geometry.kpool * geometry.kpool, stored
         return 0, 1
-
-
-def _int64s(tokens: Tokens) -> Array | None:
-    """A copy of the tokens, or None where numpy would round, wrap or reshape to make one."""
-    if isinstance(tokens, np.ndarray):
-        flat = tokens.ndim == 1 and tokens.dtype.kind in "iu"
-        if not flat or (tokens > np.iinfo(np.int64).max).any():
-            return None
-        return tokens.astype(np.int64)
-    if not isinstance(tokens, Sequence) or not all(map(_integral, set(map(type, tokens)))):
-        return None
-    try:
-        return np.fromiter(tokens, np.int64, len(tokens))
-    except OverflowError:
-        return None
-
-
-def _integral(kind: type) -> bool:
-    """Whether a type is one of integers; numpy derives its time spans from them."""
-    return issubclass(kind, int | np.integer) and not issubclass(kind, bool | np.timedelta64)
-
-
-def _integers(**counts: int) -> list[int]:
-    """The arguments as Python's integers: numpy's would overflow where theirs are narrow."""
-    for name, count in counts.items():
-        if not _integral(type(count)):
-            raise InvalidCall(f"{name} is of type {type(count).__name__}: pass an integer.")
-    return [int(count) for count in counts.values()]
 
 
 def factory(

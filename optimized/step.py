@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimized.addressing import Array
+from optimized.kv_rows import KvRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Batch:
         starts, stops: [requests] positions of each request that run.
         outputs_from: [requests] first position whose selection and logits are wanted.
         table: [requests or more, logical pages] page table; `table_rows` names the requests'.
+        kv_rows: where attention finds the rows of a selection.
         states: [slots, kda_layers, state_width] float32, advanced in place at `state_slots`,
             one for each request.
         marks: states to keep on the way.
@@ -47,6 +49,7 @@ class Batch:
     outputs_from: Array
     table: Array
     table_rows: Array
+    kv_rows: KvRows
     states: Tensor
     state_slots: Tensor
     marks: Sequence[Mark]

@@ -4,6 +4,7 @@ verify, each a plan, the stores that it names and, with a model, a forward."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from optimized import addressing, planner
 from optimized.addressing import Array
+from optimized.kernels import gather
+from optimized.kv_rows import KvRows
 from optimized.memory.manager import Memory
 from optimized.memory.requests import Request
 from optimized.model import Model
@@ -36,9 +39,8 @@ class Steps:
         self.geometry = geometry
         self.memory = memory
         self.max_requests = options.max_requests
-        self.store = Store(
-            geometry, memory.pools, _ape(geometry, shape, options, weights), options.backend
-        )
+        self.backend = options.backend
+        self.ape = _ape(geometry, shape, options, weights)
         self.model = (
             None
             if weights is None
@@ -70,11 +72,13 @@ class Steps:
             ring_slots=self.max_requests + 1,
             keep_from=addressing.tail_start(self.geometry, stops),
         )
+        kv_rows = self.memory.paged_rows(table.pages, slots, plan.locs)
+        store = self._store(kv_rows)
         states, running = self.memory.pools.state, table.state[slots]
         spans = zip(starts.tolist(), stops.tolist(), strict=True)
         kept = [self.geometry.state_positions(*span)[:-1] for span in spans]
         if rows is not None:
-            self._stamp_chunk(plan, rows)
+            _stamp_chunk(store, plan, rows)
             for record, lengths, last, given in zip(records, kept, running, rows, strict=True):
                 targets = [*(record.checkpoints[length] for length in lengths), int(last)]
                 states.index_copy_(0, torch.tensor(targets), given.state)
@@ -88,6 +92,7 @@ class Steps:
             outputs_from=outputs_from,
             table=table.pages,
             table_rows=slots,
+            kv_rows=kv_rows,
             states=states,
             state_slots=torch.from_numpy(running),
             marks=[
@@ -95,7 +100,7 @@ class Steps:
                 for place, record in enumerate(records)
                 for length in kept[place]
             ],
-            write=partial(self.store.chunk, plan),
+            write=partial(store.chunk, plan),
         )
         return self._forward([record.id for record in records], batch)
 
@@ -108,12 +113,12 @@ class Steps:
         self._refit_plans()
         plan = self.decode_plan
         plan.refresh(table.pages, slots, positions, table.state[slots])
+        kv_rows = self.memory.decode_rows(plan, slots)
+        store = self._store(kv_rows)
         if rows is not None:
-            key, gate = rows.key.bfloat16(), rows.gate.bfloat16()
-            for layer, kv in enumerate(rows.kv):
-                self.store.decode(plan, layer, kv, key[layer], gate[layer])
+            attended = self._stamp_decode(store, plan, rows)
             pools.state.index_copy_(0, plan.states, rows.state)
-            return self._silent(requests, positions)
+            return _swapped(self._silent(requests, positions), kv_rows.misses(), attended)
         batch = Batch(
             tokens=self._tokens(slots, plan),
             owner=plan.owner,
@@ -123,12 +128,14 @@ class Steps:
             outputs_from=positions,
             table=plan.table.pages,
             table_rows=np.arange(len(slots)),
+            kv_rows=kv_rows,
             states=pools.state,
             state_slots=plan.states,
             marks=[],
-            write=partial(self.store.decode, plan),
+            write=partial(store.decode, plan),
         )
-        return self._forward(requests, batch)
+        outputs = self._forward(requests, batch)
+        return _swapped(outputs, kv_rows.misses())
 
     def verify(
         self, records: Sequence[Request], stops: Array, rows: Sequence[Rows] | None
@@ -140,9 +147,11 @@ class Steps:
         self._refit_plans()
         plan = self.verify_plan
         plan.refresh(table.pages, slots, starts, stops, ring_slots=self.max_requests + 1)
+        kv_rows = self.memory.paged_rows(plan.table.pages, np.arange(len(slots)), plan.chunk.locs)
+        store = self._store(kv_rows)
         requests = [record.id for record in records]
         if rows is not None:
-            self._stamp_chunk(plan.chunk, rows)
+            _stamp_chunk(store, plan.chunk, rows)
             for record, given in zip(records, rows, strict=True):
                 record.draft_states = given.state.clone()
             return self._silent(requests, starts)
@@ -160,22 +169,31 @@ class Steps:
             outputs_from=starts,
             table=plan.table.pages,
             table_rows=np.arange(len(slots)),
+            kv_rows=kv_rows,
             states=scratch,
             state_slots=torch.arange(len(slots)),
             marks=marks,
-            write=partial(self.store.chunk, plan.chunk),
+            write=partial(store.chunk, plan.chunk),
         )
         return self._forward(requests, batch)
 
-    def _stamp_chunk(self, plan: ChunkPlan, rows: Sequence[Rows]) -> None:
-        """Store the rows of a stamped extend or verify."""
-        kv, key, gate = (
-            parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            for parts in ([r.kv for r in rows], [r.key for r in rows], [r.gate for r in rows])
-        )
-        key, gate = key.bfloat16(), gate.bfloat16()
-        for layer in range(len(kv)):
-            self.store.chunk(plan, layer, kv[layer], key[layer], gate[layer])
+    def _store(self, kv_rows: KvRows) -> Store:
+        """The store path of one step."""
+        return Store(self.geometry, self.memory.pools, self.ape, kv_rows, self.backend)
+
+    def _stamp_decode(self, store: Store, plan: DecodePlan, rows: Rows) -> Tensor | None:
+        """Store the rows of a stamped decode, and read what it is told to select: [dsa_layers,
+        requests, selection_width, row bytes] uint8, 0 in void cells."""
+        key, gate = rows.key.bfloat16(), rows.gate.bfloat16()
+        attended = []
+        for layer, kv in enumerate(rows.kv):
+            store.decode(plan, layer, kv, key[layer], gate[layer])
+            if rows.selected is None:
+                continue
+            pool, at = store.kv_rows.sources(layer, plan.owner, rows.selected[layer])
+            found = gather.gather_rows(pool, at.flatten(), backend=self.backend)
+            attended.append(found.view(*at.shape, -1).masked_fill_((at == 0)[..., None], 0))
+        return torch.stack(attended) if attended else None
 
     def _tokens(self, slots: Array, plan: ChunkPlan | DecodePlan) -> Tensor:
         """[rows] int64: the tokens of a plan's rows."""
@@ -220,6 +238,28 @@ class Steps:
             size = {"capacity": self.max_requests, "width": width}
             self.decode_plan = DecodePlan(self.geometry, **size)
             self.verify_plan = VerifyPlan(self.geometry, **size)
+
+
+def _stamp_chunk(store: Store, plan: ChunkPlan, rows: Sequence[Rows]) -> None:
+    """Store the rows of a stamped extend or verify."""
+    kv, key, gate = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        for parts in ([r.kv for r in rows], [r.key for r in rows], [r.gate for r in rows])
+    )
+    key, gate = key.bfloat16(), gate.bfloat16()
+    for layer in range(len(kv)):
+        store.chunk(plan, layer, kv[layer], key[layer], gate[layer])
+
+
+def _swapped(
+    outputs: list[StepOutput], misses: Tensor | None, attended: Tensor | None = None
+) -> list[StepOutput]:
+    """The outputs of a decode with what each request swapped in and found, if anything can be."""
+    if misses is None:
+        return outputs
+    found = [None] * len(outputs) if attended is None else attended.split(1, dim=1)
+    swapped = zip(outputs, misses.split(1, dim=1), found, strict=True)
+    return [replace(output, misses=some, attended=rows) for output, some, rows in swapped]
 
 
 def _slots(records: Sequence[Request]) -> Array:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optimized.kernels import decode_update, kv_store, pool_store
+from optimized.kv_rows import KvRows
 from optimized.memory.pools import Pools
 from optimized.planner import ChunkPlan, DecodePlan
 from reference.geometry import Geometry
@@ -15,7 +16,7 @@ from reference.geometry import Geometry
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Writes a DSA layer's rows.
+    """Writes a DSA layer's rows of one step.
 
     `ape` is [dsa_layers, kpool, index_dim] float32.  In both methods `kv` is [rows, latent]
     float32, `key` and `gate` [rows, index_dim] bf16.
@@ -24,12 +25,13 @@ class Store:
     geometry: Geometry
     pools: Pools
     ape: Tensor
+    kv_rows: KvRows
     backend: str
 
     def chunk(self, plan: ChunkPlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
         """Store several positions a request.  The rings are written last: the first group may
         still read what the chunk's own rows replace."""
-        self._rows(layer, plan.locs, kv)
+        self._rows(layer, kv)
         ring = self.pools.ring[layer].flatten(0, 1)
         if len(plan.index_slots):
             ring_key, ring_gate = ring.chunk(2, dim=1)
@@ -52,7 +54,7 @@ class Store:
 
     def decode(self, plan: DecodePlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
         """Store one position a request."""
-        self._rows(layer, plan.locs, kv)
+        self._rows(layer, kv)
         ring_key, ring_gate = self.pools.ring[layer].chunk(2, dim=-1)
         decode_update.decode_update(
             self.pools.index[layer],
@@ -70,11 +72,6 @@ class Store:
             backend=self.backend,
         )
 
-    def _rows(self, layer: int, locs: Tensor, kv: Tensor) -> None:
-        kv_store.kv_store(
-            self.pools.kv[layer],
-            locs,
-            kv,
-            row_format=self.geometry.row_format,
-            backend=self.backend,
-        )
+    def _rows(self, layer: int, kv: Tensor) -> None:
+        pool, rows = self.kv_rows.targets(layer)
+        kv_store.kv_store(pool, rows, kv, row_format=self.geometry.row_format, backend=self.backend)

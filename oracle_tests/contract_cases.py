@@ -130,7 +130,8 @@ def rows_of(engine: Engine, request: RequestId) -> list[torch.Tensor]:
 def state_of(engine: Engine) -> State:
     snapshot = engine.inspect()
     if Capability.RAW in engine.capabilities:
-        buffers = [engine.raw(c, n).clone() for c in Component for n in range(layers_of(c))]
+        stored = [c for c in Component if c is not Component.HOT]
+        buffers = [engine.raw(c, n).clone() for c in stored for n in range(layers_of(c))]
     else:
         idle = [r for r, view in snapshot.requests.items() if view.length and not view.pending]
         buffers = [row for r in idle for row in rows_of(engine, r)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from optimized.hisparse.backups import BackupQueue
-from optimized.hisparse.coordinator import Coordinator
-from optimized.memory.allocator import Allocator
+from optimized.hisparse.coordinator import preloaded
+from optimized.hisparse.memory import occupancy
+from oracle_tests.hisparse_cases import LEADERS, SHAPE, as_bytes, build, rows_of
 from oracle_tests.kernel_cases import POISON
-from reference.contract import Occupancy, OutOfMemory
-from reference.geometry import Geometry, ModelShape
+from reference.contract import EngineOptions, HiSparse, Occupancy, OutOfMemory
+from reference.geometry import Geometry
 from reference.hisparse import (
     Residency,
     Saved,
@@ -25,21 +27,6 @@ from reference.hisparse import (
     newest_slot,
 )
 from reference.occupancy import admits, hot_rows, judge_occupancy, judge_owners
-
-SHAPE = ModelShape(layers=12, latent=8, index_dim=16, heads=1, kda_heads=1, hidden=8, vocab=8)
-LEADERS = (0, 0, 2)
-"""Of the three DSA layers the second uses the index of the first."""
-LEAST = Geometry(
-    kpool=4, physical_page_size=4, topk=8, mamba_track_interval=16, device_buffer_size=10
-)
-"""The hot buffer is as small as topk and kpool allow, and no whole number of device pages."""
-ROOMY = Geometry(
-    kpool=2, physical_page_size=4, topk=4, mamba_track_interval=8, device_buffer_size=16
-)
-UNPOOLED = Geometry(
-    kpool=1, physical_page_size=8, topk=6, mamba_track_interval=8, device_buffer_size=6
-)
-GEOMETRIES = {"least": LEAST, "roomy": ROOMY, "unpooled": UNPOOLED}
 
 
 @dataclass
@@ -84,19 +71,21 @@ class World:
         self.page = geometry.logical_page_size
         rows_each = hot_rows(self.size, geometry.physical_page_size)
         host_pages = host_pages or 9 * self.size // self.page + 1
-        self.logical = Allocator(2 * host_pages, order=order, seed=seed)
-        self.engine = Coordinator(
+        self.logical, self.engine = build(
             geometry,
-            SHAPE,
-            logical=self.logical,
-            device_pages=3 * rows_each // geometry.physical_page_size + 1,
-            host_pages=host_pages,
-            max_requests=4,
-            page_order=order,
-            seed=seed,
-            backend=launch[0],
+            HiSparse(
+                device_pages=3 * rows_each // geometry.physical_page_size + 1,
+                host_pages=host_pages,
+            ),
+            EngineOptions(
+                pages=2 * host_pages,
+                state_slots=1,
+                max_requests=4,
+                page_order=order,
+                seed=seed,
+                backend=launch[0],
+            ),
             device=launch[1],
-            leaders=LEADERS,
         )
         self.running: dict[int, Running] = {}
         self.cached: list[Prompt] = []
@@ -112,7 +101,7 @@ class World:
 
     def occupancy(self) -> Occupancy:
         cached = {page for prompt in self.cached for page in prompt.pages}
-        return Occupancy(**asdict(self.engine.occupancy(cached=cached)))
+        return occupancy(self.geometry, self.engine.device, self.logical, cached=len(cached))
 
     def admit(self, slot: int, length: int, prefix: Prompt | None = None) -> bool:
         """Admit a prompt that shares whole pages with a cached one; False when it is refused."""
@@ -125,18 +114,19 @@ class World:
             page_size=self.geometry.physical_page_size,
             shared=len(shared) * self.page,
         )
-        own = self.logical.allocate(count).tolist()
-        before = memory(self.engine)
+        before = self.memory()
         try:
-            self.engine.reserve(slot, shared + own)
+            self.engine.require_room()
+            self.logical.require(count)
         except OutOfMemory as error:
-            assert memory(self.engine) == before, "a refused admission changed something"
-            self.logical.release(own)
+            assert self.memory() == before, "a refused admission changed something"
             assert not fits, "an admission that fits was refused"
             self.seen["no_device" if "raise device_pages" in str(error) else "no_host"] += 1
             self.judge()
             return False
         assert fits, "an admission that does not fit was granted"
+        own = self.logical.allocate(count).tolist()
+        self.engine.admit(slot)
         self.logical.retain(shared)
         truth = self.fresh(length)
         if shared:
@@ -145,7 +135,8 @@ class World:
             self.seen["hits"] += 1
         rows = self.backing_rows(own)[: length - len(shared) * self.page]
         self.engine.pools.host[:, rows] = truth[:, len(shared) * self.page :]
-        self.engine.preload(slot, length)
+        sources = np.array(self.backing_rows(shared + own))[preloaded(length, self.size)]
+        self.engine.preload(slot, length, sources)
         residency = Residency(self.size, LEADERS)
         residency.admit(length)
         request = Running(shared + own, truth, length, len(shared), prefix, residency)
@@ -157,12 +148,17 @@ class World:
         self.judge()
         return True
 
-    def decode(self, slots: list[int], kind: str, *, padding: int = 0) -> None:
+    def decode(self, slots: list[int], kind: str) -> None:
         """One step: grow, append, store the new rows, select in every layer."""
         slots = [slot for slot in slots if self.make_room(slot)]
         if not slots:
             return
-        batch = self.engine.append([*slots, *[0] * padding])
+        positions = np.array([self.running[slot].length for slot in slots])
+        table = np.full((len(slots), positions.max() + 1), -1)
+        for row, slot in zip(table, slots, strict=True):
+            own = self.backing_rows(self.running[slot].pages)[: len(row)]
+            row[: len(own)] = own
+        step = self.engine.begin(np.array(slots), positions, table)
         for slot in slots:
             request = self.running[slot]
             request.residency.start_backup()
@@ -172,19 +168,14 @@ class World:
             request.length += 1
             self.seen["crossed"] += request.length == self.size + 1
         self.schedule()
-        rows = self.engine.rows_to_write(batch)
-        assert (rows[len(slots) :] == 0).all()
-        self.write(slots, rows[: len(slots)])
-        blank = torch.full((padding, self.geometry.selection_width), 7)
+        self.write(slots, step.targets(0)[1])
         leader = None
         for layer in range(len(LEADERS)):
             selections = [self.select(slot, layer, kind) for slot in slots]
-            selection = torch.cat((torch.tensor(selections), blank)).to(rows.device)
             if LEADERS[layer] == layer:
-                leader = self.engine.locate(layer, batch, selection)
+                leader = step.locate(layer, torch.tensor(selections).to(step.slots.device))
             else:
-                self.engine.follow(layer, batch, leader)
-            assert (leader.rows[len(slots) :] == -1).all(), "a padding row selects nothing"
+                step.follow(layer, leader)
             for i, slot in enumerate(slots):
                 self.compare(layer, slot, selections[i], leader, i)
         self.judge()
@@ -194,16 +185,10 @@ class World:
         request = self.running[slot]
         if request.length < len(request.pages) * self.page:
             return True
-        page = self.logical.allocate(1).tolist()
-        before = memory(self.engine)
-        try:
-            self.engine.grow(slot, page)
-        except OutOfMemory:
-            assert memory(self.engine) == before, "a refused growth changed something"
-            self.logical.release(page)
+        if not self.logical.available:
             self.seen["stuck"] += 1
             return False
-        request.pages += page
+        request.pages += self.logical.allocate(1).tolist()
         self.seen["grown"] += 1
         return True
 
@@ -268,16 +253,17 @@ class World:
         self.seen["misses"] += count
 
     def release(self, slot: int, *, keep: bool) -> None:
-        """End a request; its whole pages stay in the cache if they are kept."""
+        """End a request; its whole pages stay in the cache if they are kept, and then its newest
+        row has to be on the host."""
         request = self.running.pop(slot)
-        request.residency.start_backup()
-        request.residency.finish_backup()
-        request.residency.release()
         whole = request.length // self.page
         if keep and whole > request.shared:
             pages = request.pages[:whole]
             self.logical.retain(pages)
-            self.engine.hosts.hold(pages)
+            newest = request.length - 1
+            row = self.backing_rows(request.pages)[newest]
+            self.engine.back_up(*(np.array([value]) for value in (slot, newest, row)))
+            self.engine.backups.drain()
             self.cached.append(Prompt(pages, request.truth[:, : whole * self.page]))
         self.engine.release(slot)
         self.logical.release(request.pages)
@@ -288,7 +274,6 @@ class World:
         read = [request.prefix for request in self.running.values()]
         for prompt in [p for p in self.cached if not any(p is other for other in read)]:
             self.cached.remove(prompt)
-            self.engine.hosts.drop(prompt.pages)
             self.logical.release(prompt.pages)
         self.judge()
 
@@ -301,20 +286,27 @@ class World:
         return {slot: pool[:, own] for slot, own in rows.items()}
 
     def backing_rows(self, pages: list[int]) -> list[int]:
-        """The host row of every position on these logical pages, by the map alone."""
-        return rows_of(self.engine.hosts.backing[pages].tolist(), self.page)
+        """The host row of every position on these logical pages."""
+        return rows_of(self.logical.backing[pages].tolist(), self.page)
+
+    def memory(self) -> dict[str, object]:
+        """All that is remembered but the pools, as plain values."""
+        tables = ("slot_rows", "tags", "lru", "pages", "unsaved")
+        pools = {"device": self.engine.device, "host": self.logical.hosts, "logical": self.logical}
+        return {
+            **{name: getattr(self.engine, name).tolist() for name in tables},
+            **{name: pool.counts.tolist() for name, pool in pools.items()},
+            "backing": self.logical.backing.tolist(),
+        }
 
     def judge(self) -> None:
         """Note what any judge finds."""
         found, engine, host = self.found, self.engine, self.host()
         device, tags, lru = (x.cpu() for x in (engine.pools.device, engine.tags, engine.lru))
-        tables = engine.host_rows.tolist()
         for slot, request in self.running.items():
-            length, saved = request.length, int(engine.saved[slot])
+            length = request.length
+            saved = length - int(engine.unsaved[slot])
             own = device[:, engine.slot_rows[slot].cpu()]
-            backing = self.backing_rows(request.pages)
-            if tables[slot] != backing + [-1] * (len(tables[slot]) - len(backing)):
-                found.append(f"The host rows of slot {slot} are not those of its pages.")
             for layer, leader in enumerate(LEADERS):
                 buffer = request.residency.buffers[leader]
                 found += judge_buffer(
@@ -342,10 +334,7 @@ class World:
     def judge_rows(self, device: Tensor) -> None:
         """Owners of device and host rows; what nobody owns is poison; the cache is complete."""
         engine, hot, page = self.engine, self.geometry.physical_page_size, self.page
-        owned = {
-            f"slot {slot}": rows_of(held.device_pages.tolist(), hot)
-            for slot, held in engine.running.items()
-        }
+        owned = {f"slot {slot}": rows_of(engine.pages[slot].tolist(), hot) for slot in self.running}
         free = rows_of(engine.device.free_ids(), hot)
         rows = range(hot, device.shape[1])
         self.found += judge_owners("device row", owned, free, rows)
@@ -354,11 +343,11 @@ class World:
                 self.found.append(f"The hot buffer of {slot} reaches beyond its device pages.")
         holders = {f"slot {slot}": r.pages for slot, r in self.running.items()}
         holders |= {f"prompt {i}": prompt.pages for i, prompt in enumerate(self.cached)}
-        backing = {who: engine.hosts.backing[pages].tolist() for who, pages in holders.items()}
+        backing = {who: self.logical.backing[pages].tolist() for who, pages in holders.items()}
         cached = {p for who, pages in backing.items() if who.startswith("prompt") for p in pages}
         for what, ids in (("device", owned), ("host", backing), ("logical", holders)):
             self.used[what].update(*ids.values())
-        idle = engine.hosts.allocator.free_ids()
+        idle = self.logical.hosts.free_ids()
         pool = engine.pools.host
         self.found += judge_owners(
             "host row",
@@ -376,23 +365,3 @@ class World:
         for prompt in self.cached:
             if not torch.equal(pool[:, self.backing_rows(prompt.pages)], prompt.truth):
                 self.found.append("A host row of a cached prompt is wrong.")
-
-
-def as_bytes(rows: Tensor) -> list[bytes]:
-    return [row.numpy().tobytes() for row in rows]
-
-
-def rows_of(pages, page_size: int) -> list[int]:
-    return [page * page_size + i for page in pages for i in range(page_size)]
-
-
-def memory(engine: Coordinator) -> dict[str, object]:
-    """All that an engine remembers but the pools, as plain values."""
-    tables = ("slot_rows", "host_rows", "tags", "lru", "length", "saved")
-    return {
-        **{name: getattr(engine, name).tolist() for name in tables},
-        "backing": engine.hosts.backing.tolist(),
-        "device": engine.device.counts.tolist(),
-        "host": engine.hosts.allocator.counts.tolist(),
-        "running": {slot: asdict(held).__repr__() for slot, held in engine.running.items()},
-    }

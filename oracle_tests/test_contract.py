@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from oracle_tests.contract_cases import (
     start,
     verify,
 )
-from reference import contract
+from reference import contract, views
 from reference.contract import Component, ContractError, Engine, InvalidCall, OutOfMemory
 
 
@@ -40,9 +41,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def test_messages_are_frozen_slotted_and_keyword_only() -> None:
     ours = [c for c in vars(contract).values() if inspect.isclass(c)]
-    messages = [
-        c for c in ours if dataclasses.is_dataclass(c) and c.__module__ == contract.__name__
-    ]
+    modules = {contract.__name__, views.__name__}
+    messages = [c for c in ours if dataclasses.is_dataclass(c) and c.__module__ in modules]
     assert {c.__name__ for c in messages} >= {
         "Rows",
         "Chunk",
@@ -59,11 +59,16 @@ def test_messages_are_frozen_slotted_and_keyword_only() -> None:
 
 def test_the_contract_depends_on_tensors_and_geometry_alone() -> None:
     """Foreign engines implement the contract: it may drag nothing of ours along."""
-    tree = ast.parse(Path(contract.__file__).read_text())
-    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     standard = {"__future__", "collections.abc", "dataclasses", "enum", "typing"}
-    assert modules - standard == {"numpy", "numpy.typing", "torch", "reference.geometry"}
+    tensors = {"numpy", "numpy.typing", "torch"}
+    assert _imports(contract) - standard == {*tensors, "reference.geometry", "reference.views"}
+    assert _imports(views) <= standard
+
+
+def _imports(module: ModuleType) -> set[str | None]:
+    tree = ast.parse(Path(inspect.getfile(module)).read_text())
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    return modules | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
 
 
 METHODS = [

@@ -26,8 +26,9 @@ PROMPT = list(range(20))
 
 
 def buffers(engine: Engine) -> list[torch.Tensor]:
-    layers = dict.fromkeys(Component, SHAPE.dsa_layers) | {Component.STATE: SHAPE.kda_layers}
-    return [engine.raw(c, i).clone() for c in Component for i in range(len(layers[c]))]
+    paged = (Component.KV, Component.INDEX, Component.TAIL)
+    layers = dict.fromkeys(paged, SHAPE.dsa_layers) | {Component.STATE: SHAPE.kda_layers}
+    return [engine.raw(c, i).clone() for c, ids in layers.items() for i in range(len(ids))]
 
 
 def owners(snapshot: Snapshot) -> Counter[int]:

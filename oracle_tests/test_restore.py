@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.contract import Component, InvalidCall
+from reference.contract import Component, HostTier, InvalidCall, TieredPrefix, TierSnapshot
 from reference.geometry import Geometry, ModelShape
 from reference.restore import (
     MISS,
     Part,
+    Prefix,
     Standing,
     Step,
     Tier,
@@ -21,8 +24,10 @@ from reference.restore import (
     judge_bystander,
     judge_outcome,
     judge_prefix,
+    judge_tier,
     legal_outcomes,
     parts_of,
+    use,
 )
 
 GEOMETRY = Geometry(kpool=2, physical_page_size=2, topk=2, mamba_track_interval=4)
@@ -107,7 +112,7 @@ def test_what_each_step_leaves(step: Step, after: list[Standing]) -> None:
     """From standing nowhere, on the device, on the host, on both."""
     for before, done in zip(STANDINGS, after, strict=True):
         assert legal_outcomes(step, before) == {done}
-        assert legal_outcomes(step, before, failed=True) == {before, MISS}
+        assert legal_outcomes(step, before, failed=True) == {before, before - {step.tier}}
         tiers = tiers_at(before)
         assert tiers.step(step, PATH, intact) == (before != done)
         assert tiers.standing(PATH) == done
@@ -187,7 +192,7 @@ def test_no_sequence_makes_half_a_hit(
                 assert not (
                     judge_outcome(Step(step), before[p], after, failed=failed, locked=locked)
                     if p == path
-                    else judge_bystander(before[p], after, locked=locked)
+                    else judge_bystander(Step(step), before[p], after, locked=locked)
                 )
         for p, tier in product(PATHS, Tier):
             hit = tiers.hit((*p, 5), tier)
@@ -265,8 +270,12 @@ def test_an_illegal_outcome_is_named() -> None:
         "stands on device."
     ]
     assert judge_outcome(Step.RESTORE, HOST, BOTH, failed=True) == [
-        "after a failed restore the prefix, which stood on host, should stand on host or neither "
-        "tier; it stands on device and host."
+        "after a failed restore the prefix, which stood on host, should stand on host; it stands "
+        "on device and host."
+    ]
+    assert judge_outcome(Step.BACK_UP, DEVICE, MISS, failed=True) == [
+        "after a failed back_up the prefix, which stood on device, should stand on device; it "
+        "stands on neither tier."
     ]
     assert judge_outcome(Step.BACK_UP, DEVICE, MISS, failed=True, locked=True)
     assert judge_outcome(Step.EVICT, DEVICE, DEVICE)
@@ -278,19 +287,93 @@ def test_an_illegal_outcome_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "filled", "locked", "legal"),
+    ("step", "before", "after", "locked", "sentence"),
     [
-        (BOTH, MISS, (), False, True),
-        (BOTH, HOST, (), True, False),
-        (BOTH, DEVICE, (), True, True),
-        (HOST, BOTH, (Tier.DEVICE,), False, True),
-        (HOST, DEVICE, (Tier.DEVICE,), False, True),
-        (HOST, BOTH, (), False, False),
-        (HOST, BOTH, (Tier.HOST,), False, False),
-        (MISS, DEVICE, (Tier.DEVICE,), False, False),
+        (Step.RESTORE, BOTH, BOTH, False, None),
+        (Step.RESTORE, BOTH, HOST, False, None),
+        (Step.RESTORE, DEVICE, MISS, False, None),
+        (Step.RESTORE, BOTH, HOST, True, "a locked prefix should keep its device copy"),
+        (Step.RESTORE, BOTH, DEVICE, False, "makes room on device alone; .* gone from host"),
+        (Step.BACK_UP, BOTH, DEVICE, True, None),
+        (Step.BACK_UP, BOTH, HOST, False, "makes room on host alone; .* gone from device"),
+        (Step.BACK_UP, DEVICE, BOTH, False, "stood on device should not appear on host"),
+        (Step.RESTORE, HOST, BOTH, False, "stood on host should not appear on device"),
+        (Step.RESTORE, MISS, DEVICE, False, "stood on neither tier should not appear on device"),
     ],
 )
 def test_what_may_happen_to_another_prefix(
-    before: Standing, after: Standing, filled: tuple[Tier, ...], locked: bool, legal: bool
+    step: Step, before: Standing, after: Standing, locked: bool, sentence: str | None
 ) -> None:
-    assert (not judge_bystander(before, after, filled=filled, locked=locked)) == legal
+    found = judge_bystander(step, before, after, locked=locked)
+    assert [bool(re.search(sentence or "", s)) for s in found] == [True] * (sentence is not None)
+
+
+ROOM = HostTier(pages=3, states=2)
+A, AB, AC, B = PATHS[0], PATHS[1], PATHS[2], PATHS[3]
+
+
+@pytest.mark.parametrize(
+    ("held", "used", "stay"),
+    [
+        ([], A, [A]),
+        ([A, B], A, [B, A]),
+        ([A, B], AB, [B, AB]),
+        ([B, AB], AC, [AB, AC]),
+        ([AB, AC], B, [AC, B]),
+        ([B, A], (2,) * 8, [A, (2,) * 8]),
+        ([AB, B], (2,) * 12, [(2,) * 12]),
+        ([AB, B], (2,) * 16, [AB, B]),
+    ],
+)
+def test_what_a_tier_holds_after_a_use(
+    held: list[Prefix], used: Prefix, stay: list[Prefix]
+) -> None:
+    """Three pages and two states, each page once: the oldest go, and no more than have to."""
+    assert use(held, used, ROOM, GEOMETRY) == stay
+    assert use(held, used, replace(ROOM, states=0), GEOMETRY) == held
+
+
+def holds(*prefixes: tuple[Prefix, tuple[int, ...], int], **free: Iterable[int]) -> TierSnapshot:
+    """A tier with these prefixes, and their pages and states."""
+    return TierSnapshot(
+        prefixes=tuple(TieredPrefix(tokens=t, pages=p, state=s) for t, p, s in prefixes),
+        free_pages=frozenset(free.get("pages", ())),
+        free_states=frozenset(free.get("states", ())),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tier", "sentences"),
+    [
+        (holds((AB, (5, 6), 0), (A, (5,), 1), pages=[7]), []),
+        (holds(pages=[5, 6, 7], states=[0, 1]), []),
+        (
+            holds((AB, (5, 6), 0), (A, (7,), 1)),
+            ["pages 5 and 7 of the tier hold the same: .* should share"],
+        ),
+        (
+            holds((A, (5,), 0), (B, (5,), 1), pages=[6, 7]),
+            ["page 5 of the tier should stand for one beginning, not two"],
+        ),
+        (
+            holds((AB, (5,), 0), pages=[6, 7], states=[1]),
+            ["a prefix of 8 tokens should have 2 pages of the tier; it has 1"],
+        ),
+        (
+            holds((A, (5,), 0), (B, (6,), 0), pages=[7], states=[1]),
+            ["state 0 of the tier should have one owner; it has 2"],
+        ),
+        (
+            holds((A, (5,), 0), pages=[6], states=[1]),
+            ["3 pages of the tier should be free or held; 2 are"],
+        ),
+        (
+            holds((A, (5,), 0), pages=[5, 6, 7], states=[0, 1]),
+            [r"pages \[5\] of the tier are held and free", r"states \[0\] of the tier are held"],
+        ),
+    ],
+)
+def test_what_a_tier_may_look_like(tier: TierSnapshot, sentences: list[str]) -> None:
+    found = judge_tier(tier, ROOM, GEOMETRY)
+    assert len(found) == len(sentences)
+    assert all(re.search(want, said) for want, said in zip(sentences, found, strict=True))

@@ -11,19 +11,25 @@ Words and units are those of docs/architecture.md and `reference.geometry`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NewType, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from reference.geometry import Geometry, ModelShape
-
-RequestId = NewType("RequestId", int)
-"""Chosen by the caller, unique among the requests that are not finished."""
+from reference.views import CachedNode as CachedNode
+from reference.views import HotBufferView as HotBufferView
+from reference.views import HotSnapshot as HotSnapshot
+from reference.views import Occupancy as Occupancy
+from reference.views import RequestId as RequestId
+from reference.views import RequestView as RequestView
+from reference.views import Snapshot as Snapshot
+from reference.views import TieredPrefix as TieredPrefix
+from reference.views import TierSnapshot as TierSnapshot
 
 Weights = Mapping[str, Tensor]
 """float32 tensors under the names of docs/model.md; an engine may keep them uncopied."""
@@ -31,6 +37,10 @@ Weights = Mapping[str, Tensor]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, one int64 each: a list, a tuple or a one-dimensional array of any integer width.
 In a model run each is in 0 .. vocab - 1."""
+
+
+PageOrder = Literal["reuse", "high", "permuted"]
+"""Which free page is handed out: the one freed last, the highest, or by a fixed random order."""
 
 
 class Capability(StrEnum):
@@ -41,21 +51,27 @@ class Capability(StrEnum):
     PREFIX_SHARING = "prefix_sharing"
     VERIFY = "verify"
     RAW = "raw"
+    HISPARSE = "hisparse"
+    HOST_TIER = "host_tier"
 
 
 class Component(StrEnum):
     """The stored parts of a token or prefix.
 
-    KV     one row for a position, in the geometry's row format.
+    KV     one row for a position, in the geometry's row format.  Under HiSparse these are the
+           rows on the host, of all positions but a newest one that is not saved yet.
     INDEX  one row for a closed group: index_dim key bytes, then a float32 scale.
     TAIL   one row for a position after the last closed group: bf16 key, then bf16 gate.
     STATE  one row for a request: the float32 KDA state after all its positions.
+    HOT    one row for a slot of a request's hot buffer, the newest position's behind them;
+           under HiSparse only.
     """
 
     KV = "kv"
     INDEX = "index"
     TAIL = "tail"
     STATE = "state"
+    HOT = "hot"
 
 
 class ContractError(Exception):
@@ -73,6 +89,36 @@ class InvalidCall(ContractError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparse:
+    """All KV rows on the host, and a hot buffer of `geometry.device_buffer_size` rows for each
+    running request on the device.  Index rows, tails and states stay where they are.
+
+    Fields:
+        device_pages: physical pages of hot rows, padding page 0 included.
+        host_pages: logical pages of host rows, padding page 0 included.
+        copies: when an engine on a CPU makes the copies that a step orders on the side stream:
+            as soon as they are ordered ("early"), not before something waits for them ("late"),
+            or one by one between the two, as drawn from the engine's seed ("random").
+    """
+
+    device_pages: int
+    host_pages: int
+    copies: Literal["early", "late", "random"] = "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """Memory on the host for copies of cached prefixes, padding not needed.
+
+    Fields:
+        pages: logical pages, each with its KV and index rows; states: KDA checkpoints.
+    """
+
+    pages: int
+    states: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How large the pools are and how hostile the memory is.
 
@@ -81,23 +127,32 @@ class EngineOptions:
         state_slots: rows of the KDA state pool, padding slot 0 included; running requests
             and checkpoints share them.
         max_requests: requests that may run at once.
-        page_order: which free page is handed out: the one freed last ("reuse"), the highest
-            ("high"), or a fixed random order drawn from `seed` ("permuted").
+        page_order: of logical pages and state slots; an engine may hand out those of other
+            memories in other orders, so that ids that belong together do not stay together.
         poison: fill fresh and freed memory with NaN bit patterns (every byte 0xFF).
         seed: seeds "permuted".
         ape: [dsa_layers, kpool, index_dim] float32, the position weights of a stamped run;
             None means zeros.  A model run takes its own from the weights.
         backend: kernels of the optimized engine, by name; "torch" or "triton".
+        hisparse: None keeps all KV rows on the device.
+        host_tier: None means that `back_up` and `restore` are not offered.
     """
 
     pages: int
     state_slots: int
     max_requests: int
-    page_order: Literal["reuse", "high", "permuted"] = "reuse"
+    page_order: PageOrder = "reuse"
     poison: bool = True
     seed: int = 0
     ape: Tensor | None = None
     backend: str = "torch"
+    hisparse: HiSparse | None = None
+    host_tier: HostTier | None = None
+
+
+def components(options: EngineOptions) -> tuple[Component, ...]:
+    """What an engine with these options stores."""
+    return tuple(c for c in Component if options.hisparse or c is not Component.HOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +167,16 @@ class Rows:
         state: [m, kda_layers, state_width] float32.  In an extend: the state after each prefix
             length of `geometry.state_positions(start, stop)`.  In a decode: after the new
             position of each request (m = n).  In a verify: after each draft (m = n).
+        selected: [dsa_layers, n, selection_width] int64, in a decode under HiSparse: what each
+            layer selects for the new position; any integers, of which those that are no
+            position of the request are void.
     """
 
     kv: Tensor
     key: Tensor
     gate: Tensor
     state: Tensor
+    selected: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,101 +222,23 @@ class StepOutput:
         selected: [dsa_layers, n, selection_width] int64.  The positions of the selected groups,
             ascending, then the tail, then -1.
         logits: [n, vocab] float32.
+        misses: [dsa_layers, n] int64, in a decode under HiSparse: rows swapped in for it; the n
+            is 1 in a stamped run too.
+        attended: [dsa_layers, 1, selection_width, row bytes] uint8, in a stamped decode under
+            HiSparse: the device rows at which attention looks for `Rows.selected`, as they are
+            after the swap-in; zeros in void cells.
     """
 
     request: RequestId
     start: int
     selected: Tensor
     logits: Tensor
+    misses: Tensor | None = None
+    attended: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
-    """One running request.
-
-    Fields:
-        length: positions stored so far.
-        pages: its logical pages, in order; the first `shared` of them belong to the tree.
-        slot: its row in the tail ring.
-        state_slot: its row in the state pool.
-        state_position: positions that the state stands for.
-        pending: drafts stored by a verify and not yet accepted or rejected.
-        checkpoints: prefix length to state slot, for the checkpoints that it took and that the
-            tree does not hold (yet); slots of those still to be written count.
-    """
-
-    length: int
-    pages: tuple[int, ...]
-    shared: int
-    slot: int
-    state_slot: int
-    state_position: int
-    pending: int = 0
-    checkpoints: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedNode:
-    """One node of the prefix tree.  Its path from the root spells a cached prefix.
-
-    Fields:
-        node: identity; parent: identity of the parent, None below the root.
-        tokens: the edge's tokens, a whole number of logical pages.
-        pages: the edge's logical pages.
-        checkpoints: prefix length to state slot, for lengths that end inside this edge.
-        locks: running requests that hold this node or one below it.
-    """
-
-    node: int
-    parent: int | None
-    tokens: tuple[int, ...]
-    pages: tuple[int, ...]
-    checkpoints: Mapping[int, int]
-    locks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """All that an engine says of its memory; copies, never live views.
-
-    Fields:
-        free_pages, free_states: ids that nobody owns.
-        ref_counts: for each logical page that is not free, how many hold it: the tree (1 if
-            it is cached) plus each running request that reads or owns it.
-        hits, evicted_pages, reused_pages: totals since the start; a page counts as reused
-            when it is handed out again after it was freed.
-    """
-
-    requests: Mapping[RequestId, RequestView]
-    cached: tuple[CachedNode, ...]
-    free_pages: frozenset[int]
-    free_states: frozenset[int]
-    ref_counts: Mapping[int, int]
-    hits: int = 0
-    evicted_pages: int = 0
-    reused_pages: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Occupancy:
-    """Tokens of each memory of an engine with HiSparse, apart; padding is in none of them.
-
-    Fields:
-        device_*: rows of the device pool; hot ones belong to a running request.
-        host_*: rows of the host pool; held ones to a request, to a cached prefix, or to both.
-        logical_*: token locs; owned by a request alone, or cached in the prefix tree.
-    """
-
-    device_free: int
-    device_hot: int
-    device_total: int
-    host_free: int
-    host_held: int
-    host_total: int
-    logical_free: int
-    logical_owned: int
-    logical_cached: int
-    logical_total: int
+def proceed(what: str) -> None:
+    """Lets a copy of the host tier go on."""
 
 
 class Engine(Protocol):
@@ -319,13 +300,32 @@ class Engine(Protocol):
         are so many; returns how many went."""
         ...
 
+    def back_up(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        """Copy the longest cached prefix of `tokens`, all of them at most, that can be resumed
+        to the host tier, with all its components; the tier's least recently used prefixes go to
+        make room.  One that is there already is used, not copied.  Returns its length; 0 where
+        there is none or the whole tier is too small for it, and then nothing goes.
+
+        `before` is called with a few words before each allocation and each copy.  What it raises
+        passes through; the prefix then stands in both tiers as it did before, or is gone from
+        the one that was to be filled."""
+        ...
+
+    def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        """Bring the longest prefix of `tokens`, all of them at most, that stands in the host tier
+        back into the cache, with all its components; the least recently used cached prefixes are
+        evicted to make room.  One that is cached already is used, not copied.  Returns its
+        length, 0 where there is none.  `before` as in `back_up`.  Raises OutOfMemory when there
+        is no room."""
+        ...
+
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
     ) -> Tensor:
         """[rows, row bytes] uint8: rows of a request by the engine's own read path (page
         table, gather).  `layer` counts within the component's own layers (DSA, or KDA for
         STATE).  start and stop are positions for KV and TAIL, groups for INDEX, 0 and 1 for
-        STATE."""
+        STATE, slots for HOT."""
         ...
 
     def raw(self, component: Component, layer: int) -> Tensor:
@@ -334,7 +334,8 @@ class Engine(Protocol):
 
         KV: [locs, row bytes].  INDEX: [pages, index page bytes].  TAIL: [request slots,
         ring_size, 4 * index_dim], a key's bytes and then a gate's.  STATE: [slots,
-        4 * state_width]."""
+        4 * state_width].  Under HiSparse KV: [host rows, row bytes] and HOT: [device rows, row
+        bytes]."""
         ...
 
     def inspect(self) -> Snapshot:

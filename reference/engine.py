@@ -7,7 +7,7 @@ stamped run it keeps, instead of a model, the rows that it was handed, by positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ from reference.contract import (
     StepOutput,
     Tokens,
     Weights,
+    proceed,
 )
 from reference.geometry import Geometry, ModelShape
 from reference.model import Forward, forward
@@ -221,6 +222,12 @@ class ReferenceEngine:
     def evict(self, pages: int) -> int:
         _whole("pages", pages)
         return 0
+
+    def back_up(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        raise InvalidCall("the reference engine has no host tier: check for HOST_TIER first.")
+
+    def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
+        return self.back_up(tokens, before=before)
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int

@@ -3,19 +3,23 @@
 A cached prefix ends on a KDA checkpoint, hence on a logical page.  Its parts are its KV rows,
 its index rows (keys with scales) and the state at its end; a hit is a hit only with all of
 them.  A copy to or from the host therefore moves all parts or none, whatever fails on the way:
-the prefix stands as before, or it is gone.  Specifies host restore on hybrid pools, whose fault
-(index keys left behind) SGLang #42178 measures.
+the prefix stands as before, or it is gone from the tier that was to be filled.  Specifies host
+restore on hybrid pools, whose fault (index keys left behind) SGLang #42178 measures.
+
+The host tier keeps each page once, however many prefixes begin with it, and each prefix's state;
+what is used last goes last.
 
 The `judge_*` functions return sentences; no sentence means no fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from reference.contract import Component, InvalidCall
+from reference.contract import Component, HostTier, InvalidCall, TierSnapshot
 from reference.geometry import Geometry, ModelShape
 
 Row = TypeVar("Row", bound=Hashable)
@@ -36,6 +40,11 @@ class Step(StrEnum):
     RESTORE = "restore"
     DROP = "drop"
 
+    @property
+    def tier(self) -> Tier:
+        """The only tier in which a step changes what stands, and where it makes room."""
+        return Tier.HOST if self in (Step.BACK_UP, Step.DROP) else Tier.DEVICE
+
 
 class Part(NamedTuple):
     """One row of a prefix, as `Engine.read` numbers it: `row` is a position for KV, a group for
@@ -48,6 +57,9 @@ class Part(NamedTuple):
 
 Parts = Mapping[Part, Row]
 """Stored rows by part, in one tier."""
+
+Prefix = tuple[int, ...]
+"""The tokens of a prefix."""
 
 Standing = frozenset[Tier]
 """The tiers in which a prefix stands whole."""
@@ -84,8 +96,8 @@ def legal_outcomes(
 ) -> frozenset[Standing]:
     """How a prefix may stand after a step on it that stood as `before`.
 
-    A step without its source changes nothing.  A failed one leaves what was, or a miss; a locked
-    prefix, which a running request reads, keeps its device copy in either case.
+    A step without its source changes nothing.  A failed one leaves what was, or a miss in its
+    tier; a locked prefix, which a running request reads, keeps its device copy in either case.
     """
     if step is Step.BACK_UP:
         done = before | {Tier.HOST} if Tier.DEVICE in before else before
@@ -95,7 +107,7 @@ def legal_outcomes(
         done = before - {Tier.HOST}
     else:
         done = before if locked else before - {Tier.DEVICE}
-    outcomes = {before, MISS} if failed else {done}
+    outcomes = {before, before - {step.tier}} if failed else {done}
     kept = before & {Tier.DEVICE} if locked else MISS
     return frozenset(outcome for outcome in outcomes if kept <= outcome)
 
@@ -187,21 +199,88 @@ def judge_outcome(
 
 
 def judge_bystander(
-    before: Standing, after: Standing, *, filled: Collection[Tier] = (), locked: bool = False
+    step: Step, before: Standing, after: Standing, *, locked: bool = False
 ) -> list[str]:
-    """Any other prefix may have been evicted from a tier to make room, but not from under a
-    reader.  It may also have come whole to a tier in `filled`, if it lies within a longer prefix
-    that came there and stood whole elsewhere before."""
+    """Any other prefix may have made room in the step's tier, but not under a reader."""
     found: list[str] = []
-    if locked and Tier.DEVICE in before - after:
+    lost, gained = before - after, after - before
+    if locked and Tier.DEVICE in lost:
         found.append("a locked prefix should keep its device copy; it was evicted.")
-    gained = after - before
-    if gained and (not before or not gained <= set(filled)):
+    elif lost - {step.tier}:
+        found.append(
+            f"a {step} makes room on {step.tier} alone; another prefix is gone from "
+            f"{_names(lost - {step.tier})}."
+        )
+    if gained:
         found.append(
             f"a prefix that stood on {_names(before)} should not appear on {_names(gained)}, "
             "where no step copied it."
         )
     return found
+
+
+def use(held: Sequence[Prefix], prefix: Prefix, tier: HostTier, geometry: Geometry) -> list[Prefix]:
+    """What a host tier that holds these prefixes, the least recently used first, holds once
+    `prefix` was backed up or restored: it goes last from now on, and the first go until all that
+    stay fit.  One that does not fit even alone drives nothing out."""
+    if len(_pages([prefix], geometry)) > tier.pages or not tier.states:
+        return list(held)
+    stay = [*(other for other in held if other != prefix), prefix]
+    while len(stay) > tier.states or len(_pages(stay, geometry)) > tier.pages:
+        del stay[0]
+    return stay
+
+
+def judge_tier(snapshot: TierSnapshot, tier: HostTier, geometry: Geometry) -> list[str]:
+    """Every page of the tier is free or stands for one beginning, which no other stands for;
+    every state is free or one prefix's; and there are as many as were asked for."""
+    found: list[str] = []
+    spelt: dict[int, Prefix] = {}
+    places: dict[Prefix, int] = {}
+    for prefix in snapshot.prefixes:
+        beginnings = list(_beginnings(prefix.tokens, geometry))
+        if len(prefix.pages) != len(beginnings):
+            found.append(
+                f"a prefix of {len(prefix.tokens)} tokens should have {len(beginnings)} pages of "
+                f"the tier; it has {len(prefix.pages)}."
+            )
+        for page, beginning in zip(prefix.pages, beginnings, strict=False):
+            if spelt.setdefault(page, beginning) != beginning:
+                found.append(f"page {page} of the tier should stand for one beginning, not two.")
+            elif places.setdefault(beginning, page) != page:
+                found.append(
+                    f"pages {places[beginning]} and {page} of the tier hold the same: prefixes "
+                    "with a common beginning should share its pages."
+                )
+    states = Counter(prefix.state for prefix in snapshot.prefixes)
+    found += [
+        f"state {state} of the tier should have one owner; it has {count}."
+        for state, count in states.items()
+        if count > 1
+    ]
+    for what, held, free, total in (
+        ("pages", spelt.keys(), snapshot.free_pages, tier.pages),
+        ("states", states.keys(), snapshot.free_states, tier.states),
+    ):
+        found += [f"{what} {sorted(held & free)} of the tier are held and free."] * bool(
+            held & free
+        )
+        if len(held | free) != total:
+            found.append(
+                f"{total} {what} of the tier should be free or held; {len(held | free)} are."
+            )
+    return found
+
+
+def _beginnings(prefix: Prefix, geometry: Geometry) -> Iterator[Prefix]:
+    """The prefix up to the end of each of its logical pages."""
+    size = geometry.logical_page_size
+    return (prefix[:end] for end in range(size, len(prefix) + 1, size))
+
+
+def _pages(prefixes: Sequence[Prefix], geometry: Geometry) -> set[Prefix]:
+    """The pages of all these prefixes, each once, by what they spell."""
+    return {beginning for prefix in prefixes for beginning in _beginnings(prefix, geometry)}
 
 
 def _names(standing: Standing) -> str:

@@ -11,7 +11,7 @@ _OWN = frozenset({Capability.STAMPED, Capability.MODEL, Capability.VERIFY})
 # A system's module is imported when it is asked for: a foreign engine may need what is not here.
 _KNOWN: dict[str, tuple[str, frozenset[Capability]]] = {
     "reference": ("reference.engine", _OWN),
-    "optimized": ("optimized.engine", _OWN | {Capability.PREFIX_SHARING, Capability.RAW}),
+    "optimized": ("optimized.engine", frozenset(Capability)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Who has which hot rows, what is in them, and when the host has a copy.
+"""Who has which hot rows, what is in them, and which newest rows the host lacks.
 
 The residency rules are those of SGLang's HiSparse: a request of at most H positions has them all
 on the device, position p at slot p; a longer one has its newest position at slot H, and at slots
@@ -10,281 +10,161 @@ holder.  A call that finds no memory has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from optimized.hisparse.backups import open_backups
-from optimized.hisparse.pools import HostPages, HotPools, rows_of_pages
-from optimized.kernels import swap_in
-from optimized.kernels.swap_in import SwapPlan
-from optimized.memory.allocator import Allocator, Ids
-from reference.contract import Occupancy, OutOfMemory
-from reference.geometry import Geometry, GeometryError, ModelShape
-
-
-@dataclass(slots=True)
-class Holding:
-    """What a request holds: logical pages in the order of its positions, host pages with them,
-    and device pages; all of it whatever its present length."""
-
-    pages: Ids
-    device_pages: Ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The requests of one decode step, each with a new position whose row is still to be written.
-
-    Fields:
-        slots: [batch] int64, request slots; 0 is padding and selects nothing.
-        length: [batch] int64, positions, the new one included.
-        slot_rows: [batch, H + 1] int64, device row of each slot and of the newest position.
-        host_rows: [batch, longest] int64, host row of each position; -1 where there is none.
-    """
-
-    slots: Tensor
-    length: Tensor
-    slot_rows: Tensor
-    host_rows: Tensor
+from optimized.addressing import Array
+from optimized.hisparse.backups import BackupQueue, Backups, StreamBackups
+from optimized.hisparse.pools import HotPools
+from optimized.hisparse.step import HotStep
+from optimized.kernels import gather, swap_in
+from optimized.memory.allocator import Allocator
+from reference.contract import EngineOptions, HiSparse, HotBufferView
+from reference.geometry import Geometry
 
 
 class Coordinator:
-    """Hot buffers of all running requests, by request slot; slot 0 is padding.
-
-    A step is `append`, then for each DSA layer: a store to `rows_to_write`, and `locate` or,
-    where the layer uses the index of another, `follow`.
+    """Hot buffers of all running requests, by request slot.
 
     Fields:
+        size: H, the slots of a hot buffer but for the newest position's.
+        hot_pages: device pages of a hot buffer: H rows rounded up, and a page whose first row is
+            the newest position's.
+        device: hands out device pages; pages: [slots, hot_pages] int64, those of each request.
         slot_rows: [slots, H + 1] int64, device row of each slot and of the newest position.
-        host_rows: [slots, positions] int64, host row of each position; -1 where there is none.
         tags: [dsa_layers, slots, H] int64, the position in each slot; -1 if none.
         lru: [dsa_layers, slots, H] int64, slots, the least recently used first.
             A layer that follows another has the tags and the order of that one, not its own.
-        length: [slots] int64; saved: [slots] int64, positions that are on the host, or ordered
-            to go there: all of them, or all but the newest.
+        unsaved: [slots] bool, the requests whose newest row is on the device alone.
     """
 
     def __init__(
         self,
+        sizes: HiSparse,
         geometry: Geometry,
-        shape: ModelShape,
+        options: EngineOptions,
+        host: Tensor,
         *,
-        logical: Allocator,
-        device_pages: int,
-        host_pages: int,
-        max_requests: int,
-        page_order: Literal["reuse", "high", "permuted"] = "reuse",
-        seed: int = 0,
-        poison: bool = True,
-        backend: str = "torch",
         device: str = "cpu",
-        leaders: Sequence[int] | None = None,
     ) -> None:
         """Pools and tables of an engine without requests.
 
         Args:
-            logical: hands out the logical pages of the engine.
-            device_pages: physical pages of hot rows, padding page 0 included.
-            host_pages: logical pages of host rows, padding page 0 included.
-            leaders: for each DSA layer the one whose index it uses; None for its own.
-
-        Raises:
-            GeometryError: the geometry has no hot buffer.
+            geometry: one with a device_buffer_size.
+            host: [dsa_layers, host rows, row_bytes] uint8, pinned if the device is a GPU.
         """
-        if geometry.device_buffer_size is None:
-            raise GeometryError(
-                "device_buffer_size is None: set it to the rows of a hot buffer, or run without "
-                "HiSparse."
-            )
-        self.geometry = geometry
+        assert geometry.device_buffer_size is not None, "the caller has checked the geometry"
         self.size = geometry.device_buffer_size
-        self.hot_pages = -(-self.size // geometry.physical_page_size) + 1
-        layers, slots = len(shape.dsa_layers), max_requests + 1
-        self.leaders = tuple(range(layers) if leaders is None else leaders)
-        on = torch.device(device)
+        self._page_size = geometry.physical_page_size
+        self.hot_pages = -(-self.size // self._page_size) + 1
+        layers, slots, on = len(host), options.max_requests + 1, torch.device(device)
         self.pools = HotPools(
-            geometry,
-            shape,
-            device_pages=device_pages,
-            host_pages=host_pages,
-            poison=poison,
+            host,
+            device_pages=sizes.device_pages,
+            page_size=self._page_size,
+            poison=options.poison,
             device=on,
         )
-        self.logical = logical
         self.device = Allocator(
-            device_pages, order=page_order, seed=seed + 1, scrub=self.pools.scrub_device
+            sizes.device_pages,
+            order=options.page_order,
+            seed=options.seed + 3,
+            scrub=self.pools.scrub_device,
+            noun="device pages",
+            option="device_pages",
         )
-        self.hosts = HostPages(
-            Allocator(host_pages, order=page_order, seed=seed + 2, scrub=self.pools.scrub_host),
-            logical_pages=len(logical.counts),
-            page_size=geometry.logical_page_size,
+        self._backend = options.backend
+        self.backups: Backups = (
+            StreamBackups(self.pools, backend=self._backend)
+            if on.type == "cuda"
+            else BackupQueue(
+                self.pools, copies=sizes.copies, seed=options.seed, backend=self._backend
+            )
         )
-        self.backups = open_backups(self.pools, backend=backend)
-        self.running: dict[int, Holding] = {}
-        self.length = np.zeros(slots, dtype=np.int64)
-        self.saved = np.zeros(slots, dtype=np.int64)
+        self.pages = np.zeros((slots, self.hot_pages), dtype=np.int64)
+        self.unsaved = np.zeros(slots, dtype=bool)
         self.slot_rows = torch.zeros((slots, self.size + 1), dtype=torch.int64, device=on)
-        self.host_rows = torch.full((slots, geometry.logical_page_size), -1, device=on)
         self.tags = torch.full((layers, slots, self.size), -1, device=on)
         self.lru = torch.arange(self.size, device=on).repeat(layers, slots, 1)
-        self._backend = backend
 
-    def admit(self, slot: int, pages: Sequence[int] | Ids, length: int) -> None:
-        """Direct admission of a request whose `length` positions are on the host already.
+    def require_room(self) -> None:
+        """Raises OutOfMemory unless one more hot buffer fits."""
+        self.device.require(self.hot_pages)
 
-        Args:
-            slot: its request slot, free so far.
-            pages: its logical pages, at least those of its positions.
-
-        Raises:
-            OutOfMemory: too few device or host pages are free; nothing changed.
-        """
-        self.reserve(slot, pages)
-        self.preload(slot, length)
-
-    def reserve(self, slot: int, pages: Sequence[int] | Ids) -> None:
-        """Take a hot buffer, and hold the host pages of these logical pages, for rows that are
-        yet to land on the host; then `preload`.
-
-        Raises:
-            OutOfMemory: too few device or host pages are free; nothing changed.
-        """
-        assert slot > 0, "request slot 0 is padding"
-        assert slot not in self.running, "a request slot holds one request"
-        if self.hot_pages > self.device.available:
-            raise OutOfMemory(
-                f"a hot buffer takes {self.hot_pages} device pages and {self.device.available} "
-                "are free: finish, abort or retract a request, or raise device_pages."
-            )
-        pages = np.array(pages, dtype=np.int64)
-        self.hosts.hold(pages)
-        device_pages = self.device.allocate(self.hot_pages)
-        rows = rows_of_pages(device_pages, self.geometry.physical_page_size)
-        rows[self.size] = rows[-self.geometry.physical_page_size]
+    def admit(self, slot: int) -> None:
+        """Take a hot buffer for a request, with nothing in it; there is room."""
+        assert not self.pages[slot].any(), "a request slot holds one request"
+        pages = self.device.allocate(self.hot_pages)
+        rows = (pages[:, None] * self._page_size + np.arange(self._page_size)).reshape(-1)
+        rows[self.size] = pages[-1] * self._page_size
+        self.pages[slot] = pages
         self.slot_rows[slot] = torch.from_numpy(rows[: self.size + 1])
-        self.running[slot] = Holding(pages, device_pages)
-        self._map_positions(slot)
 
-    def preload(self, slot: int, length: int) -> None:
+    def preload(self, slot: int, length: int, host_rows: Array) -> None:
         """Copy a request's first positions and its newest to the device, from the host, where all
-        `length` of them are."""
-        positions = preloaded(length, self.size)
-        sources = self.host_rows[slot, positions.to(self.host_rows.device)]
-        targets = self.slot_rows[slot, : len(positions)]
+        `length` of them are.  `host_rows` are those of the positions that `preloaded` names."""
+        sources = self._on_device(host_rows)
+        targets = self.slot_rows[slot, : len(sources)]
         for layer in range(len(self.tags)):
             device, host = self.pools.of_layer(layer)
             swap_in.copy_rows(host, sources, device, targets, backend=self._backend)
-        self.length[slot] = self.saved[slot] = length
         self.reset(slot, resident=min(length, self.size))
 
-    def grow(self, slot: int, pages: Sequence[int] | Ids) -> None:
-        """Give a request further logical pages, with their host pages.
-
-        Raises:
-            OutOfMemory: too few host pages are free; nothing changed.
-        """
-        self.hosts.hold(pages)
-        holding = self.running[slot]
-        holding.pages = np.append(holding.pages, np.asarray(pages, dtype=np.int64))
-        self._map_positions(slot)
-
-    def append(self, slots: Sequence[int] | Ids) -> Batch:
-        """Count one new position of each request, and order the backup of the one before.
+    def begin(self, slots: Array, positions: Array, host_rows: Array) -> HotStep:
+        """Order the backup of each request's newest position, and make room for a new one.
 
         Args:
-            slots: [batch] distinct requests, whose pages reach the new position; 0 pads.
+            slots: [batch] distinct requests.
+            positions: [batch] the new position of each.
+            host_rows: [batch, longest] host row of each position; -1 where there is none.
         """
-        slots = np.asarray(slots, dtype=np.int64)
-        live = slots[slots > 0]
-        newest = self.length[live]
-        room = [len(self.running[slot].pages) for slot in live.tolist()]
-        assert (newest < np.array(room) * self.geometry.logical_page_size).all(), "grow comes first"
-        self.back_up(live)
-        self.length[live] += 1
-        early = newest < self.size
-        slot, position = self._ids(live[early]), self._ids(newest[early])
-        self.tags[:, slot, position] = position
-        return self.batch(slots)
-
-    def batch(self, slots: Ids) -> Batch:
-        """What a step needs of its requests, gathered once for all layers."""
-        length, ids = self.length[slots], self._ids(slots)
-        longest = max(1, int(length.max(initial=0)))
-        return Batch(
+        self.back_up(slots, positions - 1, host_rows[np.arange(len(slots)), positions - 1])
+        self.unsaved[slots] = True
+        ids, new = self._on_device(slots), self._on_device(positions)
+        early = positions < self.size
+        if early.any():
+            early_ids, early_new = self._on_device(slots[early]), self._on_device(positions[early])
+            self.tags[:, early_ids, early_new] = early_new
+        slot_rows = self.slot_rows.index_select(0, ids)
+        return HotStep(
+            pools=self.pools,
+            backups=self.backups,
+            tags=self.tags,
+            lru=self.lru,
             slots=ids,
-            length=self._ids(length),
-            slot_rows=self.slot_rows.index_select(0, ids),
-            host_rows=self.host_rows[:, :longest].index_select(0, ids),
-        )
-
-    def back_up(self, slots: Ids) -> None:
-        """Order copies of the newest positions that the host does not have."""
-        slots = self.unsaved(slots)
-        if slots.size:
-            self.backups.start(*self.newest_copies(slots))
-            self.saved[slots] = self.length[slots]
-
-    def unsaved(self, slots: Ids) -> Ids:
-        """Those of the requests whose newest position the host does not have.  One that it has
-        is not written again, since others may read its page."""
-        return slots[self.saved[slots] < self.length[slots]]
-
-    def newest_copies(self, slots: Ids) -> tuple[Tensor, Tensor]:
-        """[n] int64 each: the device rows of the newest positions, and their host rows."""
-        ids, newest = self._ids(slots), self._ids(self.length[slots] - 1)
-        return self.slot_rows[ids, newest.clamp_max(self.size)], self.host_rows[ids, newest]
-
-    def rows_to_write(self, batch: Batch) -> Tensor:
-        """[batch] int64: the device row of each new position, 0 for padding, once no backup needs
-        what is there."""
-        self.backups.wait()
-        return batch.slot_rows.gather(1, newest_slot(batch.length, self.size)[:, None])[:, 0]
-
-    def locate(self, layer: int, batch: Batch, selection: Tensor) -> SwapPlan:
-        """Make what a layer selected resident; [batch, width] int64 positions.  The plan's rows
-        are device rows of the layer, -1 for void cells."""
-        assert self.leaders[layer] == layer, "this layer uses the index of another: follow it"
-        tags, lru = (table[layer].index_select(0, batch.slots) for table in (self.tags, self.lru))
-        device, host = self.pools.of_layer(layer)
-        plan = swap_in.swap_in(
-            selection,
-            batch.length,
-            tags,
-            lru,
-            batch.slot_rows,
-            batch.host_rows,
-            host,
-            device,
+            length=new + 1,
+            slot_rows=slot_rows,
+            host_rows=self._on_device(host_rows),
+            newest=slot_rows.gather(1, newest_slot(new, self.size)[:, None])[:, 0],
             backend=self._backend,
         )
-        self.tags[layer].index_copy_(0, batch.slots, tags)
-        self.lru[layer].index_copy_(0, batch.slots, lru)
-        return plan
 
-    def follow(self, layer: int, batch: Batch, plan: SwapPlan) -> None:
-        """Make what its leader selected resident in a layer; the plan's rows are its rows too."""
-        assert self.leaders[layer] != layer, "this layer has an index of its own: locate"
-        device, host = self.pools.of_layer(layer)
-        swap_in.replay(plan, batch.slot_rows, batch.host_rows, host, device, backend=self._backend)
+    def back_up(self, slots: Array, newest: Array, host_rows: Array) -> None:
+        """Order copies of the newest positions that the host does not have, to their host rows.
+        One that it has is not written again, since others may read its page."""
+        lacking = self.unsaved[slots]
+        if lacking.any():
+            rows = self.newest_rows(slots[lacking], newest[lacking])
+            self.backups.start(rows, self._on_device(host_rows[lacking]))
+            self.unsaved[slots] = False
+
+    def newest_rows(self, slots: Array, newest: Array) -> Tensor:
+        """[n] int64: the device rows of the newest positions."""
+        ids, positions = self._on_device(slots), self._on_device(newest)
+        return self.slot_rows[ids, newest_slot(positions, self.size)]
+
+    def read(self, slot: int, layer: int, slots: Array) -> Tensor:
+        """[n, row bytes] uint8: what is in these slots of a request's hot buffer."""
+        rows = self.slot_rows[slot, self._on_device(slots)]
+        return gather.gather_rows(self.pools.device[layer], rows, backend=self._backend)
 
     def release(self, slot: int) -> None:
-        """Free a request's device pages, and its host pages that no one else holds.
-
-        Its newest position goes to the host before, since a cached prefix may end on it.
-        """
-        self.back_up(np.array([slot]))
+        """Free a request's device pages, once no backup reads them."""
         self.backups.drain()
-        holding = self.running.pop(slot)
-        self.device.release(holding.device_pages)
-        self.hosts.drop(holding.pages)
-        self.length[slot] = self.saved[slot] = 0
-        self.slot_rows[slot] = 0
-        self.host_rows[slot] = -1
+        self.device.release(self.pages[slot])
+        self.pages[slot] = self.slot_rows[slot] = 0
+        self.unsaved[slot] = False
         self.reset(slot, resident=0)
 
     def reset(self, slot: int, *, resident: int) -> None:
@@ -293,48 +173,28 @@ class Coordinator:
         self.tags[:, slot] = torch.where(order < resident, order, -1)
         self.lru[:, slot] = order
 
-    def occupancy(self, *, cached: Collection[int]) -> Occupancy:
-        """Tokens in use, each memory counted by itself.
-
-        Args:
-            cached: the logical pages that the prefix tree holds.
-        """
-        hot, host = self.geometry.physical_page_size, self.geometry.logical_page_size
-        backed = self.hosts.backing.nonzero()[0]
-        hot_pages = sum(len(holding.device_pages) for holding in self.running.values())
-        return Occupancy(
-            device_free=self.device.available * hot,
-            device_hot=hot_pages * hot,
-            device_total=(len(self.device.counts) - 1) * hot,
-            host_free=self.hosts.allocator.available * host,
-            host_held=len(np.unique(self.hosts.backing[backed])) * host,
-            host_total=(len(self.hosts.allocator.counts) - 1) * host,
-            logical_free=self.logical.available * host,
-            logical_owned=len(set(backed.tolist()) - set(cached)) * host,
-            logical_cached=len(cached) * host,
-            logical_total=(len(self.logical.counts) - 1) * host,
+    def view(self, slot: int, length: int, host_rows: Array) -> HotBufferView:
+        """A request's hot buffer, copied."""
+        return HotBufferView(
+            pages=tuple(self.pages[slot].tolist()),
+            rows=tuple(self.slot_rows[slot].tolist()),
+            tags=tuple(map(tuple, self.tags[:, slot].tolist())),
+            lru=tuple(map(tuple, self.lru[:, slot].tolist())),
+            host_rows=tuple(host_rows.tolist()),
+            saved=length - int(self.unsaved[slot]),
         )
 
-    def _map_positions(self, slot: int) -> None:
-        """Note the host row of every position on the request's pages."""
-        rows = self.hosts.rows(self.running[slot].pages)
-        lack = len(rows) - self.host_rows.shape[1]
-        if lack > 0:
-            wider = self.host_rows.new_full((len(self.host_rows), max(lack, len(rows))), -1)
-            self.host_rows = torch.cat((self.host_rows, wider), dim=1)
-        self.host_rows[slot, : len(rows)] = self._ids(rows)
-
-    def _ids(self, ids: Ids) -> Tensor:
-        return torch.from_numpy(ids).to(self.slot_rows.device)
+    def _on_device(self, values: Array) -> Tensor:
+        return torch.from_numpy(values).to(self.slot_rows.device)
 
 
-def newest_slot(length: Tensor, size: int) -> Tensor:
+def newest_slot(newest: Tensor, size: int) -> Tensor:
     """Slot of the newest position: its own, or the one behind the tagged slots."""
-    return (length - 1).clamp(0, size)
+    return newest.clamp_max(size)
 
 
-def preloaded(length: int, size: int) -> Tensor:
+def preloaded(length: int, size: int) -> Array:
     """[min(length, size + 1)] int64: the position at each slot from 0 on after an admission."""
-    positions = torch.arange(min(length, size + 1))
+    positions = np.arange(min(length, size + 1))
     positions[-1] = length - 1
     return positions

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from reference.contract import OutOfMemory, PageOrder
 
 Ids = NDArray[np.int64]
 NONE: Ids = np.zeros(0, dtype=np.int64)
@@ -30,19 +31,23 @@ class Allocator:
             (a fixed random order).
         seed: of "permuted".
         scrub: called with the ids that became free.
+        noun, option: what the ids are, and the option that makes more of them.
     """
 
     def __init__(
         self,
         size: int,
         *,
-        order: Literal["reuse", "high", "permuted"] = "reuse",
+        order: PageOrder = "reuse",
         seed: int = 0,
         scrub: Callable[[Ids], None] | None = None,
+        noun: str = "ids",
+        option: str = "size",
     ) -> None:
         self.counts = np.zeros(size, dtype=np.int64)
         self.reused = 0
         self._scrub = scrub
+        self._names = noun, option
         self._was_freed = np.zeros(size, dtype=bool)
         self._stamp = 0
         self._ranks: list[int] | None = None
@@ -62,6 +67,15 @@ class Allocator:
     def free_ids(self) -> frozenset[int]:
         """The ids that nobody holds, as a copy."""
         return frozenset(cell for _, cell in self._free)
+
+    def require(self, count: int) -> None:
+        """Raises OutOfMemory unless so many ids are free."""
+        if count > self.available:
+            noun, option = self._names
+            raise OutOfMemory(
+                f"the step needs {count} free {noun} and {self.available} are left: finish, abort "
+                f"or retract a request, or raise {option}."
+            )
 
     def allocate(self, count: int) -> Ids:
         """[count] int64: fresh ids, each held once.  The caller has made room before."""

@@ -8,13 +8,18 @@ A call that finds no memory has evicted, but changed nothing else.
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from optimized import addressing
 from optimized.addressing import Array
+from optimized.kernels import gather
+from optimized.kv_rows import KvRows, PagedRows
 from optimized.memory.allocator import Allocator
 from optimized.memory.pools import Pools
-from optimized.memory.prefix_tree import Node, PrefixTree
+from optimized.memory.prefix_tree import EMPTY, Node, PrefixTree
 from optimized.memory.requests import Request, RequestTable
+from optimized.planner import DecodePlan
 from reference.contract import (
     CachedNode,
     EngineOptions,
@@ -31,11 +36,17 @@ class Memory:
 
     def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
         self.geometry = geometry
+        self.backend = options.backend
         self.pools = Pools(geometry, shape, options)
         order, seed = options.page_order, options.seed
-        self.pages = Allocator(options.pages, order=order, seed=seed, scrub=self.pools.scrub_pages)
+        self.pages = self.open_pages(options)
         self.states = Allocator(
-            options.state_slots, order=order, seed=seed + 1, scrub=self.pools.scrub_states
+            options.state_slots,
+            order=order,
+            seed=seed + 1,
+            scrub=self.pools.scrub_states,
+            noun="state slots",
+            option="state_slots",
         )
         self.rings = Allocator(
             options.max_requests + 1, order=order, seed=seed + 2, scrub=self.pools.scrub_rings
@@ -47,6 +58,17 @@ class Memory:
             slots=options.max_requests + 1, page_size=geometry.logical_page_size
         )
         self.hits = 0
+
+    def open_pages(self, options: EngineOptions) -> Allocator:
+        """The allocator of logical pages."""
+        return Allocator(
+            options.pages,
+            order=options.page_order,
+            seed=options.seed,
+            scrub=self.pools.scrub_pages,
+            noun="logical pages",
+            option="pages",
+        )
 
     def admit(self, request: RequestId, tokens: Array) -> Request:
         """Enter a request with the cached prefix that it shares; its state is a copy of the
@@ -83,20 +105,14 @@ class Memory:
             self.pools.state[state].zero_()
         return record
 
-    def make_room(self, *, pages: int = 0, states: int = 0) -> None:
-        """Evict until so many pages and state slots are free, or raise OutOfMemory."""
+    def make_room(self, *, pages: int = 0, states: int = 0, keep: Array = EMPTY) -> None:
+        """Evict until so many pages and state slots are free, but no part of the prefix `keep`,
+        or raise OutOfMemory."""
         lack = (pages - self.pages.available, states - self.states.available)
         if max(lack) > 0:
-            self.tree.evict(pages=lack[0], states=lack[1])
-        for noun, option, wanted, pool in (
-            ("logical pages", "pages", pages, self.pages),
-            ("state slots", "state_slots", states, self.states),
-        ):
-            if wanted > pool.available:
-                raise OutOfMemory(
-                    f"the step needs {wanted} free {noun} and {pool.available} are left after "
-                    f"eviction: finish, abort or retract a request, or raise {option}."
-                )
+            self.tree.evict(pages=lack[0], states=lack[1], keep=keep)
+        self.pages.require(pages)
+        self.states.require(states)
 
     def grow(self, slots: Array, stops: Array, *, checkpoints: bool = True) -> None:
         """Give requests the pages that they need to reach `stops`, and a state slot for each
@@ -139,6 +155,10 @@ class Memory:
         """Copy the running state, which stands for `length` positions, to its checkpoint."""
         self.pools.copy_state(int(self.table.state[record.slot]), record.checkpoints[length])
 
+    def complete(self, record: Request) -> None:
+        """Note that all of a request's prompt is stored."""
+        self.share(record)
+
     def share(self, record: Request) -> None:
         """Cache the request's whole pages up to its last checkpoint, with its checkpoints, and
         lock them.  Where the same pages are cached already, it switches to those and frees its
@@ -172,6 +192,32 @@ class Memory:
         self.states.release([int(table.state[slot]), *record.checkpoints.values()])
         self.rings.release([slot])
         table.remove(record)
+
+    def kv_rows(self, locs: Array) -> Array:
+        """Rows of the KV pool at which the rows of these locs are; padding's is padding."""
+        return locs
+
+    def kv_page(self, layer: int, page: int) -> Tensor:
+        """[logical_page_size, row bytes] uint8: view of a layer's KV rows of a logical page."""
+        size = self.geometry.logical_page_size
+        first = int(self.kv_rows(np.array(page * size)))
+        return self.pools.kv[layer, first : first + size]
+
+    def paged_rows(self, table: Array, rows: Array, locs: Tensor) -> KvRows:
+        """Where a step finds the KV rows of requests by their `rows` of a page table; it stores
+        those of `locs`."""
+        stored = torch.from_numpy(self.kv_rows(locs.numpy()))
+        return PagedRows(self.geometry, self.pools.kv, self.kv_rows, table, rows, stored)
+
+    def decode_rows(self, plan: DecodePlan, slots: Array) -> KvRows:
+        """Where a decode of the requests in these slots has its KV rows."""
+        return self.paged_rows(plan.table.pages, np.arange(len(slots)), plan.locs)
+
+    def read_kv(self, slot: int, layer: int, positions: Array) -> Tensor:
+        """[positions, row bytes] uint8: a request's stored KV rows in one layer."""
+        locs = addressing.locs(self.geometry, self.table.pages, slot, positions)
+        rows = torch.from_numpy(self.kv_rows(locs))
+        return gather.gather_rows(self.pools.kv[layer], rows, backend=self.backend)
 
     def snapshot(self) -> Snapshot:
         """Page tables, owners and counts, copied."""

@@ -21,7 +21,8 @@ class Pools:
     """Memory of one engine, on one device.
 
     Fields:
-        kv: [dsa_layers, pages * logical_page_size, row_bytes] uint8.
+        kv: [dsa_layers, kv_pages * logical_page_size, row_bytes] uint8, where kv_pages are the
+            logical pages, or under HiSparse the host's.
         index: [dsa_layers, pages, index_page_bytes] uint8.
         state: [state_slots, kda_layers, state_width] float32.
         ring: [dsa_layers, max_requests + 1, ring_size, 2 * index_dim] bf16, of which
@@ -30,12 +31,13 @@ class Pools:
 
     def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
         layers, rings = len(shape.dsa_layers), options.max_requests + 1
-        locs = options.pages * geometry.logical_page_size
+        kv_pages = options.hisparse.host_pages if options.hisparse else options.pages
+        kv_rows = kv_pages * geometry.logical_page_size
         row_bytes = geometry.row_format.row_bytes(shape.latent)
         page_bytes = geometry.index_page_bytes(shape.index_dim)
         self._poison = options.poison
         self._page_size = geometry.logical_page_size
-        self.kv = torch.zeros(layers, locs, row_bytes, dtype=torch.uint8)
+        self.kv = torch.zeros(layers, kv_rows, row_bytes, dtype=torch.uint8)
         self.index = torch.zeros(layers, options.pages, page_bytes, dtype=torch.uint8)
         self.state = torch.zeros(options.state_slots, len(shape.kda_layers), shape.state_width)
         self.ring = torch.zeros(
@@ -48,11 +50,19 @@ class Pools:
 
     def scrub_pages(self, ids: Ids) -> None:
         """Poison the token rows and index pages of freed logical pages."""
+        self.scrub_kv(ids)
+        self.scrub_index(ids)
+
+    def scrub_kv(self, ids: Ids) -> None:
+        """Poison the token rows of freed pages."""
         if self._poison:
-            pages = torch.from_numpy(ids)
-            rows = self.kv.view(*self.index.shape[:2], self._page_size * self.kv.shape[2])
-            rows.index_fill_(1, pages, POISON)
-            self.index.index_fill_(1, pages, POISON)
+            by_page = self.kv.view(len(self.kv), -1, self._page_size * self.kv.shape[2])
+            by_page.index_fill_(1, torch.from_numpy(ids), POISON)
+
+    def scrub_index(self, ids: Ids) -> None:
+        """Poison freed index pages."""
+        if self._poison:
+            self.index.index_fill_(1, torch.from_numpy(ids), POISON)
 
     def scrub_states(self, ids: Ids) -> None:
         """Poison freed state slots."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from optimized.memory.allocator import Allocator
+from optimized.memory.allocator import PADDING, Allocator
 
 Array = NDArray[np.int64]
 EMPTY = np.zeros(0, dtype=np.int64)
@@ -100,6 +100,18 @@ class PrefixTree:
         self._touch(node)
         return Match(node, hit, state_slot)
 
+    def resumable(self, tokens: Array) -> Match:
+        """The longest cached prefix of `tokens`, which may be all of it, that can be resumed; it
+        may end inside the edge of its node."""
+        node, hit = self._last_checkpoint(*self._descend(tokens))
+        return Match(node, hit, node.checkpoints.get(hit, PADDING))
+
+    def cached_part(self, tokens: Array) -> tuple[Node, Array]:
+        """The pages of the longest cached prefix of `tokens`, checkpoint or not, and the node in
+        whose edge it ends."""
+        node, matched = self._descend(tokens)
+        return node, self.path_pages(node)[: matched // self.page_size]
+
     def longest_hit(self, matched: int, length: int) -> int:
         """Tokens that may be reused of `matched` cached ones: the last token of a request is
         always computed, since its output is wanted."""
@@ -110,11 +122,9 @@ class PrefixTree:
         not cached yet, and takes over the checkpoints that it lacked; for pages that were
         cached the inserter is to switch to the cached ones."""
         assert len(tokens) == len(pages) * self.page_size, "only whole pages can be cached"
-        node, matched = self._descend(tokens)
-        if matched < node.depth:
-            node = self.split(node, matched)
-        if matched < len(tokens):
-            node = self._append(node, tokens[matched:], pages[matched // self.page_size :])
+        node = self._cut(tokens)
+        if node.depth < len(tokens):
+            node = self._append(node, tokens[node.depth :], pages[node.depth // self.page_size :])
         surplus = [slot for depth, slot in checkpoints.items() if not self._keep(node, depth, slot)]
         self._touch(node)
         return Insertion(node, self.path_pages(node), surplus)
@@ -154,18 +164,19 @@ class PrefixTree:
             assert step.locks > 0, "path unlocked twice"
             step.locks -= 1
 
-    def evict(self, *, pages: int = 0, states: int = 0) -> int:
+    def evict(self, *, pages: int = 0, states: int = 0, keep: Array = EMPTY) -> int:
         """Free at least so many pages and state slots, least recently used leaves first, or
-        all that is unlocked; returns how many pages went."""
+        all that is unlocked and no part of the prefix `keep`; returns how many pages went."""
+        kept = set(self._path(self._cut(keep)))
         gone = slots = 0
-        heap = [(leaf.used, leaf.id, leaf) for leaf in self._leaves if self.evictable(leaf)]
+        heap = [(leaf.used, leaf.id, leaf) for leaf in self._leaves - kept if self.evictable(leaf)]
         heapq.heapify(heap)
         while heap and (gone < pages or slots < states):
             leaf = heapq.heappop(heap)[2]
             gone += len(leaf.pages)
             slots += len(leaf.checkpoints)
             parent = self._remove(leaf)
-            if parent in self._leaves and self.evictable(parent):
+            if parent in self._leaves and parent not in kept and self.evictable(parent):
                 heapq.heappush(heap, (parent.used, parent.id, parent))
         self.evicted_pages += gone
         return gone
@@ -191,6 +202,11 @@ class PrefixTree:
             if matched < node.depth:
                 break
         return node, matched
+
+    def _cut(self, tokens: Array) -> Node:
+        """The node at which the cached part of `tokens` ends, cut there if need be."""
+        node, matched = self._descend(tokens)
+        return self.split(node, matched) if matched < node.depth else node
 
     def common_length(self, edge: Array, tokens: Array) -> int:
         """Tokens in the common whole pages of an edge and of the rest of a request."""
