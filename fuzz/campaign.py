@@ -148,7 +148,7 @@ def run(plan: Plan, *, progress: Progress = lambda executions, failures: None) -
         seconds=time.monotonic() - began,
         cpu_seconds=total.cpu_seconds,
         events=dict(sorted(total.events.items())),
-        missing=sorted(event for event in target.required if not total.events.get(event)),
+        missing=target.missing(total.events, plan.pin),
         failures=sorted(failures, key=lambda failure: cost(failure.outcome)),
         ratios=total.ratios,
         skipped=total.skipped,

@@ -121,7 +121,7 @@ def fuzz(
     Parameters
     ----------
     target
-        What to do to the engine: prefix_split or slot_reuse.
+        What to do to the engine: prefix_split, slot_reuse, hot_buffer or host_restore.
     executions
         Stop after so many (1,000 if `seconds` is not given either).
     seconds

@@ -15,13 +15,15 @@ from fuzz.oracles.exact import Exact
 from fuzz.oracles.metamorphic import Metamorphic
 from fuzz.oracles.numeric import Numeric
 from fuzz.oracles.provenance import Provenance
+from fuzz.oracles.residency import Residency
+from fuzz.oracles.tiering import Tiering
 from fuzz.oracles.view import Viewer
 from fuzz.stamps import Stamper
 from fuzz.step import EngineCrash, Guarded, Oracle, Step, Violation, World
 from fuzz.tape import Span, Tape
 from fuzz.targets import Target
 from fuzz.targets.events import Events
-from fuzz.targets.session import KINDS, NEEDS, Session
+from fuzz.targets.session import KINDS, MOVES, NEEDS, Session
 from fuzz.targets.setup import Pin, Setup, draw_setup, model_weights
 from reference.contract import (
     Capability,
@@ -30,10 +32,12 @@ from reference.contract import (
     Engine,
     EngineOptions,
     System,
+    components,
 )
 from reference.geometry import Geometry, ModelShape
 
 STOP_WEIGHT = 0.8
+"""Of a run's end, beside those of its operations: docs/decisions/0010."""
 NO_PIN = Pin()
 
 
@@ -58,7 +62,7 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
         events: what happened how often.
         ratios: of a model run, the largest error by its bound, by stage (`reference.bounds`).
         requests, tokens: the size of the case.
-        skipped: operations left out because the engine lacks a capability.
+        skipped: what the target would do and the engine lacks the capability for.
         setup: geometry and pools, readable.
     """
 
@@ -91,7 +95,11 @@ def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) ->
     """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
     if Capability.MODEL not in system.capabilities:
         pin = msgspec.structs.replace(pin, payload="stamped")
+    if Capability.HISPARSE not in system.capabilities:
+        pin = msgspec.structs.replace(pin, hisparse=False)
     setup = draw_setup(tape, target.ranges, pin)
+    if Capability.HOST_TIER not in system.capabilities:
+        setup = replace(setup, options=replace(setup.options, host_tier=None))
     run = _Run(system, setup, tape)
     violations, operations = run.play(target, pin.operations or target.operations)
     session = run.session
@@ -107,9 +115,20 @@ def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) ->
         ratios=run.numeric.ratios,
         requests=len(run.world.clients),
         tokens=session.tokens,
-        skipped=[kind for kind, need in NEEDS.items() if need not in system.capabilities],
+        skipped=_skipped(system, target),
         setup=str(setup),
     )
+
+
+def _skipped(system: System, target: Target) -> list[str]:
+    """Operations, and HiSparse, that the target has and the system has not."""
+    lacking = [
+        kind
+        for kind, need in NEEDS.items()
+        if kind in target.weights and need not in system.capabilities
+    ]
+    hisparse = any(target.ranges.hisparse) and Capability.HISPARSE not in system.capabilities
+    return [*lacking, "hisparse"] if hisparse else lacking
 
 
 class _Run:
@@ -124,8 +143,9 @@ class _Run:
             engine = system.factory(setup.geometry, setup.shape, options, weights)
             return cast(Engine, Guarded(engine))
 
-        # For any one request.
-        ample = replace(setup.options, pages=64, state_slots=64, max_requests=1)
+        # For any one request, and without what must make no difference.
+        roomy = replace(setup.options, pages=64, state_slots=64, max_requests=1)
+        ample = replace(roomy, hisparse=None, host_tier=None)
         engine = build(replace(setup.options, ape=ape))
         # Judged by the engine's own geometry: it may have its own idea of a page.
         self.world = World(
@@ -145,6 +165,8 @@ class _Run:
         self.numeric = Numeric(self.world)
         self._oracles: list[Oracle] = [
             Exact(self.world),
+            *([Residency(self.world)] if setup.options.hisparse else []),
+            Tiering(self.world),
             Provenance(self.world, viewer),
             Containment(self.world, viewer),
             self.numeric,
@@ -162,13 +184,12 @@ class _Run:
                 step = self.session.step(weights)
                 if step is None:
                     break
-                requests = sorted(int(request) for request in step.calls)
-                done.append(Operation(step.text, requests, self.session.tokens, step.idle))
-                self._record(step)
-                found = [v for oracle in self._oracles for v in oracle.check(step)]
-                if found:
+                if found := self._judge(step, done):
                     return found, done
                 self._events.observe(step)
+            for step in self.session.last_steps():
+                if found := self._judge(step, done):
+                    return found, done
             return [v for oracle in self._oracles for v in oracle.close()], done
         except EngineCrash as crash:
             return [crash.violation], done
@@ -176,12 +197,21 @@ class _Run:
             sentence = f"The engine refused a legal call: {refusal}"
             return [Violation("exact", "refused", sentence)], done
 
+    def _judge(self, step: Step, done: list[Operation]) -> list[Violation]:
+        """Enter a step among those done; what is wrong with it."""
+        requests = sorted(int(request) for request in step.about)
+        done.append(Operation(step.text, requests, self.session.tokens, step.idle))
+        self._record(step)
+        return [v for oracle in self._oracles for v in oracle.check(step)]
+
     def _weights(self, target: Target) -> list[float]:
         """Of stopping and of each kind, times this seed's swarm; what every run needs to get
-        anywhere stays in."""
+        anywhere stays in, and what hot buffers are for."""
         swarm = self.session.tape.swarm(len(KINDS))
         base = [target.weights.get(kind, 0.0) for kind in KINDS]
-        always = {"submit", "extend", "accept"}
+        always = {"submit", "extend", "accept", *MOVES}
+        if self.world.options.hisparse:
+            always.add("decode")
         mixed = [
             w * (max(s, 1.0) if kind in always else s)
             for kind, w, s in zip(KINDS, base, swarm, strict=True)
@@ -191,15 +221,19 @@ class _Run:
     def _record(self, step: Step) -> None:
         self._digest.update(step.text.encode())
         self._digest.update(msgspec.msgpack.encode((step.after.requests, step.after.cached)))
+        for account in (step.after.hot, step.after.tier):
+            if account:
+                self._digest.update(msgspec.msgpack.encode(account))
         for _, output in step.outputs:
-            self._digest.update(output.selected.numpy().tobytes())
-            self._digest.update(output.logits.numpy().tobytes())
+            for values in (output.selected, output.logits, output.misses, output.attended):
+                if values is not None:
+                    self._digest.update(values.numpy().tobytes())
 
     def digest(self) -> str:
         """Of the run so far, and of all buffers as they stand."""
         engine, shape = self.world.engine, self.world.shape
         if Capability.RAW in engine.capabilities:
-            for component in Component:
+            for component in components(self.world.options):
                 states = component is Component.STATE
                 for layer in range(len(shape.kda_layers if states else shape.dsa_layers)):
                     self._digest.update(engine.raw(component, layer).numpy().tobytes())

@@ -214,6 +214,18 @@ class Stamper:
         mixed = _mix(chain)
         return self._rows(mixed, mixed)
 
+    def expected(self, component: Component, chains: U64, layer: int) -> Bytes:
+        """[rows, row bytes] uint8: stored rows of a component, one for each of these chain
+        values, or for each kpool of them of an index row."""
+        n = len(chains)
+        if component is Component.KV:
+            return self.expected_kv(chains, 0, n, layer)
+        if component is Component.INDEX:
+            return self.expected_index(chains, 0, n // self.geometry.kpool, layer)
+        if component is Component.TAIL:
+            return self.expected_tail(chains, 0, n, layer)
+        return self.expected_state(chains, np.arange(1, n + 1), layer)
+
     def expected_kv(self, chain: U64, start: int, stop: int, layer: int) -> Bytes:
         """[stop - start, row bytes] uint8: stored KV rows of a DSA layer."""
         payload = self._kv.of(_mix(chain[start:stop]), layer)
@@ -319,19 +331,10 @@ class Registry:
         for layer in range(len(layers)):
             where = f" of layer {layers[layer]}" if len(layers) > 1 else ""
             for name, chain in self._chains.items():
-                for i, row in enumerate(self._expected(component, chain, layer)):
+                whole = len(chain) // kpool * kpool if component is Component.INDEX else len(chain)
+                for i, row in enumerate(stamper.expected(component, chain[:whole], layer)):
                     at = i + 1 if states else i
                     yield row.tobytes(), f"{name}'s {unit_of(component, at, kpool)}{where}"
-
-    def _expected(self, component: Component, chain: U64, layer: int) -> Bytes:
-        stamper, n = self._stamper, len(chain)
-        if component is Component.KV:
-            return stamper.expected_kv(chain, 0, n, layer)
-        if component is Component.TAIL:
-            return stamper.expected_tail(chain, 0, n, layer)
-        if component is Component.STATE:
-            return stamper.expected_state(chain, np.arange(1, n + 1), layer)
-        return stamper.expected_index(chain, 0, n // stamper.geometry.kpool, layer)
 
     def _nearest_group(self, row: Bytes) -> str:
         """A pooled key mixed from several writers: the group whose signs it shares most."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fuzz.stamps import U64, Stamper
 from reference.contract import (
@@ -19,6 +21,8 @@ from reference.contract import (
     Weights,
 )
 from reference.geometry import Geometry, ModelShape
+from reference.occupancy import hot_rows
+from reference.restore import Step as TierStep
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -43,6 +47,10 @@ class EngineCrash(Exception):
         self.violation = Violation("crash", f"{call}.{type(cause).__name__}", f"{self}.")
 
 
+class InjectedFailure(Exception):
+    """What the harness raises before an allocation or copy of the host tier."""
+
+
 class Guarded:
     """An engine whose unexpected exceptions come out as EngineCrash, so that the harness's own
     mistakes are not taken for the engine's."""
@@ -58,7 +66,7 @@ class Guarded:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return value(*args, **kwargs)
-            except ContractError:
+            except (ContractError, InjectedFailure):
                 raise
             except Exception as cause:
                 raise EngineCrash(name, cause) from cause
@@ -94,6 +102,28 @@ class Client:
         return f"request {self.request}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCall:
+    """A call that moves a prefix between the device and the host tier.
+
+    Fields:
+        step: `back_up` or `restore`.
+        request: the request whose first tokens `tokens` are; None at the end of a run.
+        returned: what the call returned; None if it raised.
+        moves: allocations and copies that it announced.
+        failed_at: the words of the one that the harness made fail; None if there was none.
+        raised: whether that failure came out of the engine.
+    """
+
+    step: TierStep
+    request: RequestId | None
+    tokens: tuple[int, ...]
+    returned: int | None
+    moves: int
+    failed_at: str | None
+    raised: bool
+
+
 @dataclass(slots=True)
 class Step:
     """One operation: what was asked, and the engine's own account of it.
@@ -104,11 +134,14 @@ class Step:
         calls: the requests of the operation; no other request's rows may change.
         wrote: the positions [start, stop) that each of them was told to store.
         outputs: each output with all tokens up to its last position (model runs).
+        selections: of a decode under HiSparse what each of `outputs` looked up, [dsa_layers,
+            selection_width] each.
         submitted, hit: the request admitted, and what the engine found in its cache.
         shared: how many tokens the submitted request has in common with its parent.
         inserted: requests that must have left their whole pages in the cache.
         retracted: the request taken back, and the tokens that the engine returned for it.
         evicted: pages asked for by an evict, and pages that went.
+        tier: the back-up or restore, if it was one.
         refused: the engine's OutOfMemory, if it raised one.
         idle: whether there was nothing to do.
     """
@@ -119,14 +152,23 @@ class Step:
     calls: set[RequestId] = field(default_factory=set)
     wrote: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
     outputs: list[tuple[tuple[int, ...], StepOutput]] = field(default_factory=list)
+    selections: list[npt.NDArray[np.int64]] = field(default_factory=list)
     submitted: Client | None = None
     hit: int = 0
     shared: int = 0
     inserted: list[Client] = field(default_factory=list)
     retracted: tuple[Client, tuple[int, ...]] | None = None
     evicted: tuple[int, int] | None = None
+    tier: TierCall | None = None
     refused: OutOfMemory | None = None
     idle: bool = False
+
+    @property
+    def about(self) -> set[RequestId]:
+        """The requests that it concerns, whether or not it may change them."""
+        if self.tier is None or self.tier.request is None:
+            return self.calls
+        return self.calls | {self.tier.request}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +194,14 @@ class World:
     @property
     def stamped(self) -> bool:
         return self.weights is None
+
+    @property
+    def hot_pages(self) -> int:
+        """Device pages that each running request takes; 0 without HiSparse."""
+        size, page_size = self.geometry.device_buffer_size, self.geometry.physical_page_size
+        if self.options.hisparse is None or size is None:
+            return 0
+        return hot_rows(size, page_size) // page_size
 
     def running(self) -> list[Client]:
         """The clients that run now, in order of submission."""

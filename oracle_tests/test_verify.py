@@ -12,7 +12,7 @@ import pytest
 from fuzz.terminal import Terminal, json_of
 from fuzz.verify import numeric, parts
 from fuzz.verify.mooncake import TraceError, generate_trace, write_trace
-from fuzz.verify.part import Check, Part, Plan
+from fuzz.verify.part import FAULT, Check, Part, Plan, engine_with
 from fuzz.verify.report import Report, run_verify, tables
 from fuzz.verify.trace import TraceCounts, TraceRunner
 from reference.contract import OutOfMemory
@@ -125,7 +125,7 @@ def test_wrong_trace_is_found_before_anything_runs(tmp_path):
 
 def test_every_part_has_its_letter():
     letters = {letter for name in parts.PARTS for letter in name[1 : name.index(")")].split(", ")}
-    assert letters == set("abcde")
+    assert letters == set("abcdef")
     assert set(parts.LONGEST_FIRST) <= set(parts.PARTS)
 
 
@@ -136,7 +136,7 @@ def test_numeric_sample_is_audited_and_the_fault_is_out_of_bounds():
     weights = random_weights(numeric.SHAPE, numeric.GEOMETRY, 0)
     verdicts = []
     for faulty in (False, True):
-        with parts._engine(faulty) as factory:
+        with engine_with(FAULT if faulty else None) as factory:
             verdicts.append(numeric.run(factory, requests, weights=weights))
     clean, faulty = verdicts
     assert clean.wrong == 0, clean.violations

@@ -39,6 +39,10 @@ MODULES = (
     "selection",
     "sharing",
     "states",
+    "hisparse",
+    "host_rows",
+    "hot_pages",
+    "restoring",
 )
 """Files of this package that hold mutants, in the order of the report."""
 

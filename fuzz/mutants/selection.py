@@ -92,3 +92,14 @@ def tail_of_previous_position(
 ) -> Tensor:
     """The tail is counted by the length before the new token."""
     return original(groups, position - 1, **options)
+
+
+@mutant(EXPAND, bug="own", killed_by=JUDGED, payload="model")
+def tail_modulo_page(
+    original: Body, groups: Tensor, position: Tensor, *, kpool: int, **options: Any
+) -> Tensor:
+    """The tail's length is taken modulo a page, here of two groups: it begins with the page, not
+    with the open group."""
+    selected = original(groups, position, kpool=kpool, **options)
+    start = ((position + 1) // kpool * kpool)[:, None]
+    return torch.where(selected >= start, selected - start % (2 * kpool), selected)

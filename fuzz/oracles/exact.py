@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from fuzz.oracles.history import History
+from fuzz.oracles.history import History, spare_pages
 from fuzz.step import Client, Step, Violation, World
 from fuzz.targets.setup import outputs_from
 from reference.addressing import pages_for
@@ -169,9 +169,10 @@ class Exact:
             for request in before.requests.keys() | after.requests.keys()
             if before.requests.get(request) != after.requests.get(request)
         ]
-        if self._shares and self._has_room(step):
+        # What a restore needs is the restore oracle's business.
+        if self._shares and step.tier is None and self._has_room(step):
             found.append(
-                f"'{step.text}' should succeed: {len(before.free_pages)} pages and "
+                f"'{step.text}' should succeed: {spare_pages(before)} pages and "
                 f"{len(before.free_states)} states were free, and "
                 f"{len(_evictable_pages(before))} pages evictable."
             )
@@ -183,14 +184,16 @@ class Exact:
         world, before = self._world, step.before
         if any(request not in before.requests for request in step.calls):
             # The only evictable state may be the checkpoint that the request itself resumes at.
-            return len(before.requests) < world.options.max_requests and bool(before.free_states)
+            slots = before.hot is None or len(before.hot.free_device) >= world.hot_pages
+            running = len(before.requests)
+            return slots and running < world.options.max_requests and bool(before.free_states)
         pages = states = 0
         for request in step.calls:
             client, view = world.clients[request], before.requests[request]
             stop = len(client.tokens) + max(8, world.geometry.max_drafts)
             pages += pages_for(stop, world.geometry) - len(view.pages)
             states += _states_within(view, stop, world)
-        return pages <= len(before.free_pages) + len(_evictable_pages(before)) and states <= len(
+        return pages <= spare_pages(before) + len(_evictable_pages(before)) and states <= len(
             before.free_states
         ) + _evictable_states(before)
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fuzz.oracles.standings import Restoration, matching, restoration
 from fuzz.step import Step, World
 from reference.contract import CachedNode, Snapshot
 from reference.prefix import cached_prefixes
@@ -47,9 +48,12 @@ class History:
         self._now += 1
         # An admission evicts after its match, an insert comes after all evictions.
         self._admitted(step)
+        self._looked_up(step)
         if step.after.evicted_pages > step.before.evicted_pages and step.refused is None:
             found["evict"] = list(self._evictions(step))
         self._inserted(step)
+        if came := self._restoration(step):
+            self._use(self._used, came.path)
         self._copies = _copies(step.after)
         return found
 
@@ -72,6 +76,8 @@ class History:
         self._handed_out += len(new)
         # A page that gave way to a cached one was free before and may be free again.
         self._never_seen += len(new) - len(set(new) - before.ref_counts.keys())
+        if came := self._restoration(step):
+            self._count_restored(came)
         self._seen_pages |= after.ref_counts.keys()
         most = self._handed_out - len(self._seen_pages)
         if not most - self._never_seen <= after.reused_pages <= most:
@@ -81,13 +87,22 @@ class History:
             )
         return found
 
+    def _restoration(self, step: Step) -> Restoration | None:
+        return restoration(step, self._world.geometry.logical_page_size)
+
+    def _count_restored(self, came: Restoration) -> None:
+        """Pages that a restore took count as handed out.  Those that it gave back when it failed
+        were perhaps free ones, which no snapshot has shown in use."""
+        self._handed_out += len(came.brought) if came.path else came.pages
+        self._never_seen += 0 if came.path else came.pages
+
     def _admitted(self, step: Step) -> None:
         """A hit uses the prefix that it resumes; whether what matches behind it was looked at,
         or by a request that was refused, is the engine's affair."""
         size, after = self._world.geometry.logical_page_size, step.after
         for request in step.calls - step.before.requests.keys():
             tokens = self._world.clients[request].tokens
-            self._use(self._perhaps_used, _matching(tokens, after.cached, size))
+            self._use(self._perhaps_used, matching(tokens, after.cached, size))
             if request in after.requests:
                 self._use(self._used, after.requests[request].pages[: step.hit // size])
 
@@ -97,10 +112,17 @@ class History:
         size, interval = geometry.logical_page_size, geometry.mamba_track_interval
         for client in step.inserted:
             stop = client.length // interval * interval
-            pages = _matching(client.tokens[:stop], step.after.cached, size)
+            pages = matching(client.tokens[:stop], step.after.cached, size)
             self._use(self._perhaps_used, pages)
             if stop > step.before.requests[client.request].shared * size:
                 self._use(self._used, pages)
+
+    def _looked_up(self, step: Step) -> None:
+        """Whether a back-up uses what it copies, on the device, is the engine's affair, and so is
+        what a failed restore does."""
+        if step.tier is not None:
+            size = self._world.geometry.logical_page_size
+            self._use(self._perhaps_used, matching(step.tier.tokens, step.before.cached, size))
 
     def _use(self, used: dict[int, int], pages: Iterable[int]) -> None:
         used.update(dict.fromkeys(pages, self._now))
@@ -138,21 +160,23 @@ class History:
         cannot be seen, so it is said only where it holds for each."""
         before = step.before
         pages, states = self._needs(step)
-        pages_left = len(before.free_pages) + sum(len(part.pages) for part in gone) - pages
+        pages_left = spare_pages(before) + sum(len(part.pages) for part in gone) - pages
         states_left = len(before.free_states) + sum(part.marks for part in gone) - states
         nodes = {part.node.node for part in gone}
         last = [part for part in gone if part.node.parent not in nodes]
         if all(len(p.pages) <= pages_left and p.marks <= states_left for p in last):
             yield (
                 f"'{step.text}' needed {pages} pages and {states} states, of which "
-                f"{len(before.free_pages)} and {len(before.free_states)} were free; it evicted "
+                f"{spare_pages(before)} and {len(before.free_states)} were free; it evicted "
                 f"until {pages_left} and {states_left} were left over."
             )
 
     def _needs(self, step: Step) -> tuple[int, int]:
         """Free pages and state slots that the step had to find."""
         if step.evicted is not None:
-            return len(step.before.free_pages) + step.evicted[0], 0
+            return spare_pages(step.before) + step.evicted[0], 0
+        if came := self._restoration(step):
+            return came.pages, came.states
         interval, pages, states = self._world.geometry.mamba_track_interval, 0, 0
         for request in step.calls & step.after.requests.keys():
             view, client = step.before.requests.get(request), self._world.clients[request]
@@ -163,6 +187,13 @@ class History:
             # A verify may hold the states of its drafts in slots of the pool.
             states += client.length // interval - view.length // interval + len(client.drafts)
         return pages, states
+
+
+def spare_pages(snapshot: Snapshot) -> int:
+    """How many logical pages can be handed out as it stands: each takes a host page, under
+    HiSparse."""
+    free = len(snapshot.free_pages)
+    return free if snapshot.hot is None else min(free, len(snapshot.hot.free_host))
 
 
 def _copies(snapshot: Snapshot) -> Copies:
@@ -196,15 +227,3 @@ def _page_ends(
             node,
             [(page, path.tokens[: (first + i) * size]) for i, page in enumerate(node.pages, 1)],
         )
-
-
-def _matching(tokens: Sequence[int], cached: Iterable[CachedNode], size: int) -> Sequence[int]:
-    """The pages of the longest cached prefix of `tokens`, in whole pages."""
-    best: Sequence[int] = ()
-    for path in cached_prefixes(cached).values():
-        whole = min(len(tokens), len(path.tokens)) // size
-        while whole > len(best) and tuple(tokens[: whole * size]) != path.tokens[: whole * size]:
-            whole -= 1
-        if whole > len(best):
-            best = path.pages[:whole]
-    return best

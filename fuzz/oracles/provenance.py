@@ -11,25 +11,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fuzz.oracles.view import PLACES, Ints, Layer, Reader, View, Viewer
-from fuzz.stamps import U64, Bytes, Registry, unit_of
+from fuzz.oracles.readers import Readable, Reader
+from fuzz.oracles.view import PLACES, Layer, View, Viewer
+from fuzz.stamps import Bytes, Registry, unit_of
 from fuzz.step import Client, Step, Violation, World
 from reference.contract import Component, RequestId
 
 
 class Provenance:
-    """Judges stamped runs; a model run's rows are the numeric oracle's business.
-
-    `_verified` remembers which chain value each raw row was found to hold, so that only rows
-    that changed, or changed hands, are looked at again."""
+    """Judges stamped runs; a model run's rows are the numeric oracle's business."""
 
     name = "provenance"
 
     def __init__(self, world: World, viewer: Viewer) -> None:
         self._world, self._viewer = world, viewer
-        self._verified = {
-            at: np.zeros(len(buffer), dtype=np.uint64) for at, buffer in viewer.buffers.items()
-        }
         self._last: Step | None = None
 
     def check(self, step: Step) -> list[Violation]:
@@ -38,8 +33,8 @@ class Provenance:
         if not self._world.stamped:
             return []
         self._last, view = step, self._viewer.look(step)
-        found = [v for at in self._viewer.buffers for v in self._in_buffer(view, at)]
-        if found or not self._viewer.buffers:
+        found = [v for at in self._viewer.images for v in self._in_buffer(view, at)]
+        if found or not self._viewer.images:
             return found or self._all_read(step, only=None, components=set(Component))
         return self._all_read(step, only=step.calls, components={Component.KV, Component.INDEX})
 
@@ -53,52 +48,57 @@ class Provenance:
         self, step: Step, *, only: set[RequestId] | None, components: set[Component]
     ) -> list[Violation]:
         """What the running requests of the step (of `only` these) read."""
-        asked = {
-            client.name: client
+        asked = [
+            client
             for client in self._world.running()
             if client.request in step.after.requests and (only is None or client.request in only)
-        }
-        readers = self._viewer.look(step).after.readers
+        ]
+        owners = self._viewer.look(step).after.owners
         return [
             violation
             for component, layer in self._viewer.layers
             if component in components
-            for reader in readers[component]
-            if reader.name in asked
-            for violation in self._as_read(asked[reader.name], reader, (component, layer))
+            for client in asked
+            if (reader := owners[client.name].readers.get(component))
+            for violation in self._as_read(client, reader, layer)
         ]
 
     def _in_buffer(self, view: View, at: Layer) -> Iterator[Violation]:
         """The first wrong row of each reader of a layer's buffer."""
-        component, changed, verified = at[0], view.changed[at], self._verified[at]
-        for reader in view.after.beyond[component]:
-            i = int(reader.rows.argmax())
-            place = PLACES[component].format(int(reader.rows[i]))
-            sentence = f"{place}, {reader.name}'s row {reader.units[i]}, lies behind the buffer."
-            yield Violation(self.name, component.value, sentence)
-        verified[changed] = 0
-        # Old readers are right still, unless a row changed that somebody could read.
-        touched = changed.size and view.before.content[component][changed].any()
-        for reader in (view.after.readers if touched else view.after.fresh)[component]:
-            news = (verified[reader.rows] != reader.ends).nonzero()[0]
-            if news.size:
-                yield from self._judge(reader, news, at)
+        component, space = at[0], self._viewer.space
+        for owner in view.after.fresh:
+            for reader in owner.beyond:
+                if reader.component is component:
+                    i = int(reader.rows.argmax())
+                    place = PLACES[component].format(int(reader.rows[i]))
+                    row = f"{reader.name}'s row {reader.units[i]}"
+                    sentence = f"{place}, {row}, lies behind the buffer."
+                    yield Violation(self.name, component.value, sentence)
+        differs = view.differs[at]
+        if differs.size and np.count_nonzero(space.of(view.after.content, component)[differs]):
+            for reader in _readers(view.after, component):
+                wrong = np.isin(reader.rows, differs).nonzero()[0]
+                if wrong.size:
+                    yield self._wrong_row(reader, int(wrong[0]), at)
+        elif view.after.clash:
+            for reader in _readers(view.after, component):
+                yield from self._judge(reader, at)
 
-    def _judge(self, reader: Reader, news: Ints, at: Layer) -> Iterator[Violation]:
-        """The first wrong one of a reader's rows `news`; if there is none they are verified."""
-        (component, layer), rows = at, reader.rows[news]
-        actual = self._viewer.buffers[at][rows]
-        expected = self._expected(component, reader.chains[news].reshape(-1), layer)
-        if actual.tobytes() == expected.tobytes():
-            self._verified[at][rows] = reader.ends[news]
-            return
-        first = int((actual != expected).any(axis=1).argmax())
-        place = PLACES[component].format(int(rows[first]))
-        yield self._wrong(component, place, reader, int(news[first]), actual[first])
+    def _judge(self, reader: Reader, at: Layer) -> Iterator[Violation]:
+        """The first wrong one of a reader's rows, whatever others want them to be."""
+        should = self._world.stamper.expected(reader.component, reader.chains.reshape(-1), at[1])
+        wrong = (self._viewer.images[at].actual(reader.rows) != should).any(axis=1).nonzero()[0]
+        if wrong.size:
+            yield self._wrong_row(reader, int(wrong[0]), at)
 
-    def _as_read(self, client: Client, reader: Reader, at: Layer) -> Iterator[Violation]:
+    def _wrong_row(self, reader: Reader, i: int, at: Layer) -> Violation:
+        place = PLACES[reader.component].format(int(reader.rows[i]))
+        row = self._viewer.images[at].actual(reader.rows[[i]])[0]
+        return self._wrong(place, reader, i, row)
+
+    def _as_read(self, client: Client, reader: Reader, layer: int) -> Iterator[Violation]:
         """The first row that the engine's read path gets wrong."""
-        component, layer = at
+        component = reader.component
         rows, chains, first, skipped = reader.rows, reader.chains, reader.units[0], 0
         if component is Component.STATE:
             if client.length not in reader.units:
@@ -109,10 +109,11 @@ class Provenance:
         stop = first + len(rows)
         actual = self._world.engine.read(client.request, component, layer, first, stop).numpy()
         # The raw rows have just been found right, and are cheaper than to stamp anew.
-        buffer = self._viewer.buffers.get(at)
-        expected = (
-            self._expected(component, chains.reshape(-1), layer) if buffer is None else buffer[rows]
-        )
+        image = self._viewer.images.get((component, layer))
+        if image is None:
+            expected = self._world.stamper.expected(component, chains.reshape(-1), layer)
+        else:
+            expected = image[rows]
         if actual.shape != expected.shape:
             sentence = (
                 f"Reading {component.value} rows {first} to {stop} of {client.name} gave shape "
@@ -122,25 +123,19 @@ class Provenance:
         elif actual.tobytes() != expected.tobytes():
             i = int((actual != expected).any(axis=1).argmax())
             place = f"What {client.name} reads as {component.value} row {first + i}"
-            yield self._wrong(component, place, reader, skipped + i, actual[i])
+            yield self._wrong(place, reader, skipped + i, actual[i])
 
-    def _expected(self, component: Component, chains: U64, layer: int) -> Bytes:
-        """What rows with these chain values hold."""
-        stamper, n = self._world.stamper, len(chains)
-        if component is Component.KV:
-            return stamper.expected_kv(chains, 0, n, layer)
-        if component is Component.INDEX:
-            return stamper.expected_index(chains, 0, n // self._world.geometry.kpool, layer)
-        if component is Component.TAIL:
-            return stamper.expected_tail(chains, 0, n, layer)
-        return stamper.expected_state(chains, np.arange(1, n + 1), layer)
-
-    def _wrong(
-        self, component: Component, place: str, reader: Reader, i: int, row: Bytes
-    ) -> Violation:
-        world = self._world
+    def _wrong(self, place: str, reader: Reader, i: int, row: Bytes) -> Violation:
+        world, component = self._world, reader.component
         what = unit_of(component, reader.units[i], world.geometry.kpool)
         registry = Registry(world.stamper, {c.name: c.chain for c in world.clients.values()})
         holds = registry.writer(component, row)
         sentence = f"{place} should hold {reader.name}'s {what}, holds {holds}."
         return Violation(self.name, component.value, sentence)
+
+
+def _readers(readable: Readable, component: Component) -> Iterator[Reader]:
+    """All readers of a component."""
+    for owner in readable.owners.values():
+        if component in owner.readers:
+            yield owner.readers[component]

@@ -1,27 +1,23 @@
-"""What the oracles look at around each step: the rows somebody may read, and all the bytes.
+"""What the oracles look at around each step: who may read which row, and all the bytes.
 
-The readers of a snapshot are its running requests and the nodes of its prefix tree.  Their rows'
-places follow from the page tables by the reference's addressing; what a row must hold follows
-from the chain of its reader's tokens (`fuzz.stamps`).  Most readers and most rows are the same
-after a step as before it, so both are compared, and what is new is told apart.
+Of each raw buffer there is an image: what it should hold.  A row that becomes readable in a
+stamped run is put into the image as its owner's tokens want it; any other is there as it was
+after the step before.  So what differs from the image is wrong, or was the step's to change.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from fuzz.stamps import U64, Bytes
+from fuzz.oracles.readers import Finder, Ints, Owner, Readable, Space
+from fuzz.stamps import Bytes
 from fuzz.step import Step, World
-from reference.addressing import index_slots, locs, tail_start
-from reference.contract import CachedNode, Capability, Component, Snapshot
+from reference.contract import Capability, Component, components
 
-Ints = npt.NDArray[np.int64]
 Layer = tuple[Component, int]
 
 NONE: Ints = np.zeros(0, dtype=np.int64)
@@ -30,246 +26,120 @@ PLACES = {
     Component.INDEX: "index slot {}",
     Component.TAIL: "tail ring row {}",
     Component.STATE: "state slot {}",
+    Component.HOT: "hot row {}",
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reader:
-    """One owner of rows.
+class Image:
+    """What the rows of a layer's raw buffer should be."""
 
-    Fields:
-        rows: their places.
-        units: the position, group or (of a state) prefix length of each.
-        chains: [rows, tokens of a row] the chain values of the tokens that each row stands for:
-            kpool of an index row, one of any other.
-    """
-
-    name: str
-    rows: Ints
-    units: Sequence[int]
-    chains: U64
-
-    @property
-    def ends(self) -> U64:
-        """[rows] the chain value of each row's last token, which names its content."""
-        ends: U64 = self.chains[:, -1]
-        return ends
-
-
-Held = tuple[tuple[int, ...], int, int, Mapping[int, int], int | None]
-"""What an owner holds: pages, the positions [first, stop) in them, states by prefix length and,
-if it runs, its ring slot."""
-Owner = tuple[Held, U64, dict[Component, Reader]]
-"""An owner of the last snapshot: what it held, the chain of its tokens, and its readers."""
-Readers = defaultdict[Component, list[Reader]]
-
-
-@dataclass(frozen=True, slots=True)
-class Readable:
-    """All readable rows of a snapshot, by component.
-
-    Fields:
-        fresh: those of the readers that the snapshot before did not have.
-        beyond: readers of rows behind the end of their buffer, which are not in `readers`.
-        content: [rows] the chain value that each of a buffer's rows must stand for, 0 for none.
-    """
-
-    readers: Readers = field(default_factory=lambda: defaultdict(list))
-    fresh: Readers = field(default_factory=lambda: defaultdict(list))
-    beyond: Readers = field(default_factory=lambda: defaultdict(list))
-    content: dict[Component, U64] = field(default_factory=dict)
-
-
-class Buffer:
-    """A layer's raw buffer as rows, with a copy of it as it was when last looked at."""
-
-    def __init__(self, raw: Bytes, *parts: Bytes) -> None:
-        """`parts`: views of the engine's memory `raw` that make the rows: one of [rows, bytes],
-        or several of [pages, rows of a page, bytes] that belong side by side."""
-        self._raw, self._parts = raw, parts
+    def __init__(self, *parts: Bytes) -> None:
+        """`parts`: views of the engine's memory that make the rows: one of [rows, bytes], or
+        several of [pages, rows of a page, bytes] that belong side by side."""
+        self._parts = parts
         self._page_rows = None if parts[0].ndim == 2 else parts[0].shape[1]
         self._rows = math.prod(parts[0].shape[:-1])
+        self._bytes = np.concatenate([part.reshape(self._rows, -1) for part in parts], axis=1)
         # Compared in words, which are fewer than bytes.
-        words = [part.view(f"u{math.gcd(8, part.shape[-1])}") for part in parts]
-        self._words = [(now, now.copy()) for now in words]
-        self._bytes = raw.tobytes()
+        widths = [part.shape[-1] for part in parts]
+        word = f"u{math.gcd(8, *widths)}"
+        images = np.split(self._bytes, np.cumsum(widths)[:-1], axis=1)
+        self._words = [
+            (part.view(word), image.view(word).reshape(*part.shape[:-1], -1))
+            for part, image in zip(parts, images, strict=True)
+        ]
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, rows: Ints) -> Bytes:
-        """[n, row bytes]: a copy of the given rows."""
+        """[n, row bytes]: what the given rows should be."""
+        return self._bytes[rows]
+
+    def __setitem__(self, rows: Ints, should: Bytes) -> None:
+        self._bytes[rows] = should
+
+    def actual(self, rows: Ints) -> Bytes:
+        """[n, row bytes]: what the given rows are, copied."""
         if self._page_rows is None:
             return self._parts[0][rows]
         at = rows // self._page_rows, rows % self._page_rows
         return np.concatenate([part[at] for part in self._parts], axis=1)
 
-    def changed(self) -> Ints:
-        """The rows that differ from the last time, ascending."""
-        now_bytes = self._raw.tobytes()
-        if now_bytes == self._bytes:
-            return NONE
-        self._bytes = now_bytes
-        touched = np.zeros(self._rows, dtype=bool)
+    def settle(self) -> Ints:
+        """The rows that are not as they should be, ascending; from now on they should."""
+        found = []
         for now, then in self._words:
-            touched[(now != then).ravel().nonzero()[0] // now.shape[-1]] = True
-            then[...] = now
-        return touched.nonzero()[0]
+            unequal = now != then
+            if np.count_nonzero(unequal):
+                found.append(unequal.reshape(self._rows, -1).any(axis=1))
+                then[...] = now
+        return np.logical_or.reduce(found).nonzero()[0] if found else NONE
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Around one step: who may read what, and which rows of each raw buffer it changed."""
+    """Around one step: who may read what, and which rows of each raw buffer are not what they
+    should be after it."""
 
     before: Readable
     after: Readable
-    changed: Mapping[Layer, Ints]
+    differs: Mapping[Layer, Ints]
 
 
 class Viewer:
-    """Makes each step's view once, for all oracles.  Without Capability.RAW it has no buffers."""
+    """Makes each step's view once, for all oracles.  Without Capability.RAW it has no images."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.layers = [(c, i) for c in Component for i in range(layers_of(world, c))]
+        stored = components(world.options)
+        self.layers = [(c, i) for c in stored for i in range(layers_of(world, c))]
         raw = Capability.RAW in world.engine.capabilities
-        self.buffers = {at: self._buffer(*at) for at in (self.layers if raw else ())}
-        self._chains: dict[tuple[int, ...], U64] = {}
-        self._places: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
-        self._owners: dict[str, Owner] = {}
+        self.images = {at: self._image(*at) for at in (self.layers if raw else ())}
+        self.space = Space({component: len(image) for (component, _), image in self.images.items()})
+        self.finder = Finder(world, self.space)
         self._step: Step | None = None
-        content = {c: np.zeros(len(b), np.uint64) for (c, _), b in self.buffers.items()}
-        nobody = Readable(content=content)
+        nobody = Readable(content=np.zeros(self.space.total, dtype=np.uint64))
         self._view = View(nobody, nobody, {})
 
     def look(self, step: Step) -> View:
         """The view of `step`, which has just been done."""
         if self._step is not step:
-            self._step = step
-            changed = {at: buffer.changed() for at, buffer in self.buffers.items()}
-            self._view = View(self._view.after, self._find(step.after), changed)
+            self._step, before = step, self._view.after
+            after = self.finder.find(step.after, before)
+            if self._world.stamped and self.images:
+                for owner in after.fresh:
+                    self._expect(owner, before)
+            differs = {at: image.settle() for at, image in self.images.items()}
+            self._view = View(before, after, differs)
         return self._view
 
-    def places(self, pages: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """The locs and the index slots of all that these logical pages have room for."""
-        if pages not in self._places:
-            geometry = self._world.geometry
-            positions = len(pages) * geometry.logical_page_size
-            self._places[pages] = (
-                locs(pages, 0, positions, geometry),
-                index_slots(pages, 0, positions // geometry.kpool, geometry),
-            )
-        return self._places[pages]
+    def _expect(self, owner: Owner, before: Readable) -> None:
+        """Put the rows that an owner can read, and nobody with the same tokens could read
+        before, into the images."""
+        news = before.content[owner.rows] != owner.ends
+        if not np.count_nonzero(news):
+            return
+        stop = 0
+        for reader in owner.readers.values():
+            start, stop = stop, stop + len(reader.rows)
+            new = news[start:stop].nonzero()[0]
+            if not new.size:
+                continue
+            rows, chains = reader.rows[new], reader.chains[new].reshape(-1)
+            for layer in range(layers_of(self._world, reader.component)):
+                should = self._world.stamper.expected(reader.component, chains, layer)
+                self.images[reader.component, layer][rows] = should
 
-    def _buffer(self, component: Component, layer: int) -> Buffer:
-        """A layer's locs, index slots (key and scale side by side), ring rows or state slots."""
+    def _image(self, component: Component, layer: int) -> Image:
+        """Of a layer's locs, index slots (key and scale side by side), ring rows or state slots."""
         raw: Bytes = self._world.engine.raw(component, layer).numpy()
         if component is Component.INDEX:
             size = self._world.geometry.index_page_size
             keys = size * self._world.shape.index_dim
             halves = raw[:, :keys], raw[:, keys:]
-            return Buffer(raw, *(half.reshape(len(raw), size, -1) for half in halves))
-        return Buffer(raw, raw.reshape(-1, raw.shape[-1]))
-
-    def _find(self, snapshot: Snapshot) -> Readable:
-        """Rows behind the caller's own count of a request's tokens, or behind its page table,
-        are left out: such a snapshot fails the exact oracle."""
-        found, seen = Readable(), self._owners
-        self._owners = {}
-        for request, view in snapshot.requests.items():
-            client = self._world.clients[request]
-            stop = min(view.length, client.length)
-            states = {**view.checkpoints, view.state_position: view.state_slot}
-            held: Held = (view.pages, 0, stop, states, view.slot)
-            self._add(found, client.name, client.chain, held, seen.get(client.name))
-        for name, node, path in _nodes(snapshot.cached):
-            first = len(path) - len(node.tokens)
-            held = node.pages, first, len(path), node.checkpoints, None
-            self._add(found, name, self._chain(path), held, seen.get(name))
-        self._fill(found, self._view.after)
-        return found
-
-    def _fill(self, found: Readable, before: Readable) -> None:
-        """Work out the content of `found`, where its readers are not those of `before`."""
-        for component, content in before.content.items():
-            readers = found.readers[component]
-            if readers != before.readers[component]:
-                content = np.zeros_like(content)
-                for reader in [*readers]:
-                    try:
-                        content[reader.rows] = reader.ends
-                    except IndexError:
-                        readers.remove(reader)
-                        found.fresh[component].remove(reader)
-                        found.beyond[component].append(reader)
-            found.content[component] = content
-
-    def _add(self, found: Readable, name: str, chain: U64, held: Held, seen: Owner | None) -> None:
-        """Enter what an owner may read; `seen` is what it was in the snapshot before."""
-        if seen is not None and seen[0] == held and seen[1] is chain:
-            for component, reader in seen[2].items():
-                found.readers[component].append(reader)
-            self._owners[name] = seen
-            return
-        pages, first, stop, states, slot = held
-        made = {**self._paged(name, pages, chain, first, stop), **_states(name, states, chain)}
-        if slot is not None:
-            made |= self._tail(name, slot, chain, stop)
-        for component, reader in made.items():
-            found.fresh[component].append(reader)
-            found.readers[component].append(reader)
-        self._owners[name] = held, chain, made
-
-    def _chain(self, tokens: tuple[int, ...]) -> U64:
-        if tokens not in self._chains:
-            self._chains[tokens] = self._world.stamper.chain(tokens)
-        return self._chains[tokens]
-
-    def _paged(
-        self, name: str, pages: tuple[int, ...], chain: U64, first: int, stop: int
-    ) -> dict[Component, Reader]:
-        """KV and index rows of positions first .. stop - 1, the first of them in pages[0]."""
-        kpool, (rows, slots) = self._world.geometry.kpool, self.places(pages)
-        stop = min(stop, first + len(rows))
-        group, last = first // kpool, stop // kpool
-        made = {}
-        if stop > first:
-            made[Component.KV] = Reader(
-                name, rows[: stop - first], range(first, stop), chain[first:stop, None]
-            )
-        if last > group:
-            chains = chain[group * kpool : last * kpool].reshape(-1, kpool)
-            made[Component.INDEX] = Reader(name, slots[: last - group], range(group, last), chains)
-        return made
-
-    def _tail(self, name: str, slot: int, chain: U64, length: int) -> dict[Component, Reader]:
-        geometry = self._world.geometry
-        start = int(tail_start(length, geometry))
-        if start == length:
-            return {}
-        rows = slot * geometry.ring_size + np.arange(start, length) % geometry.ring_size
-        return {Component.TAIL: Reader(name, rows, range(start, length), chain[start:length, None])}
-
-
-def _states(name: str, states: Mapping[int, int], chain: U64) -> dict[Component, Reader]:
-    """States after the given prefix lengths; one after no token has no writer to name."""
-    lengths = [length for length in states if 0 < length <= len(chain)]
-    if not lengths:
-        return {}
-    slots = np.array([states[length] for length in lengths])
-    chains = chain[np.array(lengths) - 1, None]
-    return {Component.STATE: Reader(name, slots, lengths, chains)}
-
-
-def _nodes(cached: Iterable[CachedNode]) -> Iterable[tuple[str, CachedNode, tuple[int, ...]]]:
-    """Each node with the tokens of its path; nodes without a path are left out."""
-    paths: dict[int | None, tuple[int, ...]] = {None: ()}
-    waiting = list(cached)
-    while ready := [node for node in waiting if node.parent in paths]:
-        waiting = [node for node in waiting if node.parent not in paths]
-        for node in ready:
-            paths[node.node] = path = paths[node.parent] + node.tokens
-            yield f"cached prefix {node.node}", node, path
+            return Image(*(half.reshape(len(raw), size, -1) for half in halves))
+        return Image(raw.reshape(-1, raw.shape[-1]))
 
 
 def layers_of(world: World, component: Component) -> int:

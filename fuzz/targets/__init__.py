@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fuzz.targets.setup import Ranges
+from fuzz.targets.setup import Pin, Ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class Target:
         ranges: the pools that it draws.
         weights: how often each operation is drawn, for generation; those left out, never.
         required: events that a campaign of a few hundred executions must have seen.
+        stamped_only: those of them that no model run can show.
         operations: most operations of a run.
     """
 
@@ -23,7 +24,14 @@ class Target:
     ranges: Ranges
     weights: Mapping[str, float]
     required: frozenset[str]
+    stamped_only: frozenset[str] = frozenset()
     operations: int = 24
+
+    def missing(self, seen: Mapping[str, int], pin: Pin) -> list[str]:
+        """The required events that are not among those seen; pinned to model runs, a campaign
+        owes only what those can show."""
+        owed = self.required - (self.stamped_only if pin.payload == "model" else frozenset())
+        return sorted(event for event in owed if not seen.get(event))
 
 
 class UnknownTarget(ValueError):
@@ -48,7 +56,9 @@ def find(name: str) -> Target:
 
 
 def _targets() -> dict[str, Target]:
+    from fuzz.targets.host_restore import HOST_RESTORE
+    from fuzz.targets.hot_buffer import HOT_BUFFER
     from fuzz.targets.prefix_split import PREFIX_SPLIT
     from fuzz.targets.slot_reuse import SLOT_REUSE
 
-    return {target.name: target for target in (PREFIX_SPLIT, SLOT_REUSE)}
+    return {target.name: target for target in (PREFIX_SPLIT, SLOT_REUSE, HOT_BUFFER, HOST_RESTORE)}

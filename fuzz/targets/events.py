@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from fuzz.step import Step, World
+from fuzz.targets.hot_events import HotEvents
+from fuzz.targets.move_events import MoveEvents
 from reference.contract import RequestView, Snapshot
 
 
@@ -16,12 +18,15 @@ class Events:
         self._ring_slots: set[int] = set()
         self._state_slots: set[int] = set()
         self._just_freed: frozenset[int] = frozenset()
+        self._moves, self._hot = MoveEvents(world, seen), HotEvents(world, seen)
 
     def observe(self, step: Step) -> None:
         """Count what `step` shows."""
         self._admission(step)
         self._writes(step)
         self._memory(step)
+        self._moves.observe(step)
+        self._hot.observe(step)
 
     def _count(self, **events: bool) -> None:
         for name, happened in events.items():

@@ -10,12 +10,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from fuzz.step import Client, Step, World
 from fuzz.tape import SplitMix, Tape
+from fuzz.targets.candidates import Candidates
+from fuzz.targets.moves import Moved, Mover
 from fuzz.targets.setup import boundaries, outputs_from
+from fuzz.targets.streams import STREAMS, Streams
 from reference.contract import (
     Capability,
     Chunk,
@@ -25,6 +32,7 @@ from reference.contract import (
     Rows,
     StepOutput,
 )
+from reference.restore import Step as TierStep
 
 KINDS = (
     "submit",
@@ -37,16 +45,24 @@ KINDS = (
     "evict",
     "verify",
     "accept",
+    "back_up",
+    "restore",
 )
 """Operations in the order of their tape values, after 0, which stops."""
 WIDTH = 5
+MOVES = (TierStep.BACK_UP, TierStep.RESTORE)
 MOST_REQUESTS = 16
 """Submissions of one run."""
 MOST_DECODES = 8
 """Decode steps of one operation."""
-HUNGRY = {"submit", "resume", "extend", "decode", "verify", "accept"}
+HUNGRY = {"submit", "resume", "extend", "decode", "verify", "accept", "restore"}
 """Operations that memory may run out for."""
-NEEDS = {"verify": Capability.VERIFY, "evict": Capability.PREFIX_SHARING}
+NEEDS = {
+    "verify": Capability.VERIFY,
+    "evict": Capability.PREFIX_SHARING,
+    "back_up": Capability.HOST_TIER,
+    "restore": Capability.HOST_TIER,
+}
 """What an engine must be able to do for an operation."""
 
 
@@ -66,26 +82,36 @@ class Session:
         self.snapshot = world.engine.inspect()
         self._fresh_tokens = 0
         self._short = False
-        self._running: list[Client] = []
+        self._whom = Candidates(world, tape, max_length)
+        self._most_running = world.options.max_requests
+        if hot := self.snapshot.hot:
+            self._most_running = min(self._most_running, len(hot.free_device) // world.hot_pages)
         self._lengths = boundaries(world.geometry, max_length)
+        self._mover = Mover(world.engine, tape, self._lengths)
+        # Only a stamped decode under HiSparse is told what to select.
+        told = world.stamped and world.options.hisparse
+        layers = len(world.shape.dsa_layers)
+        self._streams = Streams(world.geometry, layers) if told else None
         # For each kind: whom or what it could concern, and the operation on one of those.
         self._kinds: dict[str, tuple[Callable[[], Sequence[object]], Callable[[], Step]]] = {
             "submit": (lambda: range(MOST_REQUESTS - len(world.clients)), self._submit),
-            "extend": (self._unfilled, self._extend),
-            "decode": (self._decodable, self._decode),
-            "finish": (lambda: self._running, lambda: self._leave("finish")),
-            "retract": (lambda: self._running, lambda: self._leave("retract")),
-            "resume": (self._retracted, self._resume),
-            "abort": (lambda: self._running, lambda: self._leave("abort")),
+            "extend": (self._whom.unfilled, self._extend),
+            "decode": (self._whom.decodable, self._decode),
+            "finish": (lambda: self._whom.running, lambda: self._leave("finish")),
+            "retract": (lambda: self._whom.running, lambda: self._leave("retract")),
+            "resume": (self._whom.retracted, self._resume),
+            "abort": (lambda: self._whom.running, lambda: self._leave("abort")),
             "evict": (lambda: self.snapshot.cached, self._evict),
-            "verify": (self._verifiable, self._verify),
-            "accept": (self._pending, self._accept),
+            "verify": (self._whom.verifiable, self._verify),
+            "accept": (self._whom.pending, self._accept),
+            **{kind: (self._whom.tiered, partial(self._move, kind)) for kind in MOVES},
         }
 
     def step(self, weights: Sequence[float]) -> Step | None:
         """Draw and do one operation; None when the tape says stop.  `weights` are those of
         stopping and then of each of KINDS."""
-        start, self._running = len(self.tape.values), self.world.running()
+        start = len(self.tape.values)
+        self._whom.running = self.world.running()
         with self.tape.span("operation"):
             if self.tape.generating:
                 weights = [w * p for w, p in zip(weights, self._likelihoods(), strict=True)]
@@ -102,6 +128,9 @@ class Session:
                 step.idle = True
             while len(self.tape.values) < start + WIDTH:
                 self.tape.draw(1)
+        return self._ended(step)
+
+    def _ended(self, step: Step) -> Step:
         step.after = self.snapshot = self.world.engine.inspect()
         return step
 
@@ -110,47 +139,21 @@ class Session:
     def _likelihoods(self) -> Iterator[float]:
         """Of stopping and of each kind: generation leaves out what is not possible, and mostly
         what will be refused."""
-        full = len(self._running) >= self.world.options.max_requests
+        full = len(self._whom.running) >= self._most_running
         yield 1.0
         for kind, (who, _) in self._kinds.items():
-            futile = (full and kind in ("submit", "resume")) or (self._short and kind in HUNGRY)
+            futile = (
+                (full and kind in ("submit", "resume"))
+                or (self._short and kind in HUNGRY)
+                or (kind in MOVES and not self._promising(TierStep(kind)))
+            )
             yield bool(who()) * (0.1 if futile else 1.0)
 
     def _able(self, kind: str) -> bool:
         return kind not in NEEDS or NEEDS[kind] in self.world.engine.capabilities
 
-    def _unfilled(self) -> list[Client]:
-        return [c for c in self._running if c.length < len(c.tokens)]
-
-    def _decodable(self) -> list[Client]:
-        return [
-            c for c in self._running if c.length == len(c.tokens) < self.max_length and not c.drafts
-        ]
-
-    def _verifiable(self) -> list[Client]:
-        return self._decodable() if self.world.geometry.max_drafts else []
-
-    def _pending(self) -> list[Client]:
-        return [c for c in self._running if c.drafts]
-
-    def _retracted(self) -> list[Client]:
-        return [c for c in self.world.clients.values() if c.status == "retracted"]
-
-    def _one(self, candidates: Sequence[Client]) -> Client:
-        return candidates[self._who(candidates)]
-
-    def _some(self, candidates: Sequence[Client], most: int = 3) -> list[Client]:
-        """One to `most` different candidates: the one drawn, and those that follow it."""
-        first = self._who(candidates)
-        count = 1 + self.tape.draw(min(most, len(candidates)))
-        return [candidates[(first + i) % len(candidates)] for i in range(count)]
-
-    def _who(self, candidates: Sequence[Client]) -> int:
-        """Index of a candidate.  The tape names requests, not candidates, so that it means the
-        same when another operation goes: the next candidate, where the one named is none."""
-        ids = [int(c.request) for c in candidates]
-        drawn = self.tape.draw(len(self.world.clients), favour=ids)
-        return next((i for i, request in enumerate(ids) if request >= drawn), 0)
+    def _promising(self, kind: TierStep) -> list[Client]:
+        return self._mover.promising(kind, self._whom.tiered(), self.snapshot)
 
     # tokens
 
@@ -185,7 +188,9 @@ class Session:
         page = world.geometry.logical_page_size
         # Behind what is shared: all fresh, one fresh token and then the parent's again, or the
         # parent's from a page on, at another depth.  It takes two pages to meet it again.
-        change = tape.choose((8, 1, 1) if len(source) > 2 * page else (1,))
+        # The last shows where a host tier takes pages for others.
+        deeper = 8 if world.options.host_tier else 1
+        change = tape.choose((8, 1, deeper) if len(source) > 2 * page else (1,))
         total = 1 + tape.draw(self.max_tokens, favour=[n - 1 for n in self._lengths])
         shared = tape.draw(min(len(source), total) + 1, favour=self._lengths)
         tokens = source[:shared]
@@ -205,7 +210,7 @@ class Session:
         return self._admit(client, step)
 
     def _resume(self) -> Step:
-        client = self._one(self._retracted())
+        client = self._whom.one(self._whom.retracted())
         step = self._begin(f"resume {client.name} with {len(client.tokens)} tokens")
         return self._admit(client, step)
 
@@ -222,7 +227,7 @@ class Session:
         return step
 
     def _extend(self) -> Step:
-        clients = self._some(self._unfilled())
+        clients = self._whom.some(self._whom.unfilled())
         first = clients[0]
         rest = len(first.tokens) - first.length
         left_out = self.tape.draw(rest, favour=[len(first.tokens) - n for n in self._lengths])
@@ -255,23 +260,27 @@ class Session:
         return Chunk(request=client.request, stop=stop, rows=rows)
 
     def _decode(self) -> Step:
-        clients = self._some(self._decodable())
+        clients = self._whom.some(self._whom.decodable())
         room = min(self.max_length - c.length for c in clients)
         count = 1 + self.tape.draw(min(room, MOST_DECODES))
-        echo = bool(self.tape.draw(2))
+        drawn = self.tape.draw(2 * len(STREAMS) if self._streams else 2)
+        echo, stream = drawn % 2 == 1, drawn // 2
         step = self._begin(
             f"decode {count} tokens of {', '.join(c.name for c in clients)}"
             + (", the same after the same context" if echo else "")
+            + (f", selecting {STREAMS[stream]}" if self._streams else "")
         )
         step.calls.update(c.request for c in clients)
         try:
             for _ in range(count):
-                self._decode_once(clients, step, echo=echo)
+                self._decode_once(clients, step, echo=echo, stream=stream)
         except OutOfMemory as refusal:
             self._refused(step, refusal)
         return step
 
-    def _decode_once(self, clients: Sequence[Client], step: Step, *, echo: bool) -> None:
+    def _decode_once(
+        self, clients: Sequence[Client], step: Step, *, echo: bool, stream: int
+    ) -> None:
         world = self.world
         tokens = [self._echo(c) if echo else self._fresh() for c in clients]
         chains = world.stamper.append(
@@ -280,6 +289,13 @@ class Session:
             np.array(tokens),
         )
         rows = world.stamper.step_rows(chains) if world.stamped else None
+        selections = []
+        if rows and self._streams:
+            selections = [
+                self._streams.select(c.request, c.length + 1, int(chain), stream)
+                for c, chain in zip(clients, chains, strict=True)
+            ]
+            rows = replace(rows, selected=torch.tensor(np.stack(selections, axis=1)))
         try:
             outputs = world.engine.decode([c.request for c in clients], tokens, rows)
         finally:
@@ -289,6 +305,8 @@ class Session:
             client.tokens.append(tokens[i])
             client.chain = np.append(client.chain, chains[i])
             self._stored(step, client, client.length + 1, output)
+        if world.options.hisparse:
+            step.selections += selections or [_row(output) for output in outputs]
 
     def _stored(self, step: Step, client: Client, stop: int, output: StepOutput) -> None:
         start, _ = step.wrote.get(client.request, (client.length, 0))
@@ -298,7 +316,7 @@ class Session:
 
     def _verify(self) -> Step:
         world = self.world
-        clients = self._some(self._verifiable())
+        clients = self._whom.some(self._whom.verifiable())
         room = min(self.max_length - c.length for c in clients)
         most = min(world.geometry.max_drafts, room)
         many = most > world.geometry.mamba_track_interval
@@ -331,7 +349,7 @@ class Session:
         return step
 
     def _accept(self) -> Step:
-        client = self._one(self._pending())
+        client = self._whom.one(self._whom.pending())
         drafts = len(client.drafts)
         many = drafts > self.world.geometry.mamba_track_interval
         kept = self.tape.draw(drafts + 1, favour=[drafts] if many else ())
@@ -351,7 +369,9 @@ class Session:
         return step
 
     def _leave(self, how: str) -> Step:
-        client = self._one(self._running)
+        return self._leave_by(how, self._whom.one(self._whom.running))
+
+    def _leave_by(self, how: str, client: Client) -> Step:
         step = self._begin(f"{how} {client.name} at {client.length} of {len(client.tokens)} tokens")
         step.calls.add(client.request)
         returned = getattr(self.world.engine, how)(client.request)
@@ -364,11 +384,41 @@ class Session:
         return step
 
     def _evict(self) -> Step:
-        asked = 1 + self.tape.draw(sum(len(node.pages) for node in self.snapshot.cached))
+        # Mostly leaves alone where there is a host tier: a part of a prefix may come back.
+        few = range(2) if self.world.options.host_tier else ()
+        cached = sum(len(node.pages) for node in self.snapshot.cached)
+        asked = 1 + self.tape.draw(cached, favour=few)
         went = self.world.engine.evict(asked)
         step = self._begin(f"evict {asked} pages ({went} went)")
         step.evicted = asked, went
         return step
+
+    def _move(self, kind: TierStep) -> Step:
+        client = self._whom.one(self._whom.tiered(), favour=self._promising(kind))
+        return self._moved(self._mover.draw(kind, client))
+
+    def _moved(self, moved: Moved) -> Step:
+        step = self._begin(moved.text)
+        step.tier = moved.call
+        if moved.refusal:
+            self._refused(step, moved.refusal)
+        return step
+
+    def last_steps(self) -> Iterator[Step]:
+        """Behind the operations of a run with a host tier: nothing runs any more, and all that
+        the tier holds is restored, since its bytes show only then."""
+        if self.snapshot.tier is None:
+            return
+        for client in self.world.running():
+            yield self._ended(self._leave_by("abort", client))
+        for prefix in self.snapshot.tier.prefixes:
+            yield self._ended(self._moved(self._mover.move(TierStep.RESTORE, prefix.tokens)))
+
+
+def _row(output: StepOutput) -> npt.NDArray[np.int64]:
+    """[dsa_layers, selection_width]: what a model selected for a decoded position."""
+    selected = output.selected.numpy()
+    return selected.reshape(len(selected), -1)
 
 
 def _overwrite(given: Iterable[Rows | None]) -> None:
@@ -377,3 +427,5 @@ def _overwrite(given: Iterable[Rows | None]) -> None:
         if rows is not None:
             for values in (rows.kv, rows.key, rows.gate, rows.state):
                 values.fill_(math.nan)
+            if rows.selected is not None:
+                rows.selected.fill_(0)

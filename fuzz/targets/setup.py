@@ -14,8 +14,10 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from fuzz.tape import Tape
-from reference.contract import EngineOptions, Weights
+from reference.addressing import pages_for
+from reference.contract import EngineOptions, HiSparse, HostTier, PageOrder, Weights
 from reference.geometry import PACKED_BLOCK, Geometry, ModelShape, RowFormat
+from reference.occupancy import hot_rows
 from reference.weights import random_weights
 
 KPool = Literal[1, 2, 4]
@@ -25,8 +27,10 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 T = TypeVar("T")
 Payload = Literal["stamped", "model"]
-PageOrder = Literal["reuse", "high", "permuted"]
 PAGE_ORDERS: tuple[PageOrder, ...] = ("reuse", "high", "permuted")
+CapacityRatio = Literal[1, 2, 4, 8]
+Copies = Literal["late", "early", "random"]
+COPIES: tuple[Copies, ...] = ("late", "early", "random")
 
 STAMPED_SHAPE = ModelShape(
     layers=2,
@@ -62,6 +66,9 @@ MODEL_SHAPE = ModelShape(
 )
 CLOSE = 4
 """Most tokens between two checkpoints that are close."""
+SEVERAL_LAYERS = 4
+"""Layers of a stamped run with HiSparse or a host tier, two of each kind: one may have what
+another lacks."""
 MODEL_ODDS = 64
 """One execution in so many computes a model; the others are stamped."""
 
@@ -73,6 +80,11 @@ class Pin(
 
     Fields:
         max_tokens: longest prompt; operations: most operations of a run.
+        hisparse: whether to use it; the next four are of no use without it.
+        spare_slots: slots of a hot buffer beyond the fewest that the geometry allows.
+        hot_buffers: requests for which there are device rows.
+        capacity_ratio: host tokens for each device token, as nearly as pages allow.
+        copies: when copies on the side stream are made.
     """
 
     payload: Payload | None = None
@@ -89,16 +101,25 @@ class Pin(
     spare_states: NonNegative | None = None
     max_tokens: Positive | None = None
     operations: Positive | None = None
+    hisparse: bool | None = None
+    spare_slots: NonNegative | None = None
+    hot_buffers: Positive | None = None
+    capacity_ratio: CapacityRatio | None = None
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges:
     """The pool sizes that a target draws from, both ends included; the tape's 0 is the larger,
-    roomier end.  `pages` counts usable pages, `spare_states` the states beyond one a request."""
+    roomier end.  `pages` counts usable pages, `spare_states` the states beyond one a request.
+    `tier`: of those targets that have a host tier, its pages and its states.  `hisparse` lists
+    whether a run may be with it or without."""
 
     pages: tuple[int, int]
     spare_states: tuple[int, int]
     max_requests: tuple[int, int]
+    tier: tuple[tuple[int, int], tuple[int, int]] | None = None
+    hisparse: tuple[bool, ...] = (False,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,45 +136,54 @@ class Setup:
     def __str__(self) -> str:
         geometry, options = self.geometry, self.options
         scales = "rounded" if geometry.round_scale else "exact"
-        return (
+        text = (
             f"kpool {geometry.kpool}, physical page {geometry.physical_page_size}, "
             f"interval {geometry.mamba_track_interval}, drafts {geometry.max_drafts}, "
             f"{geometry.row_format.value} rows, {scales} scales; {options.pages} pages, "
             f"{options.state_slots} states, {options.max_requests} requests, "
             f"{options.page_order} order; {self.payload}"
         )
+        if hisparse := options.hisparse:
+            text += (
+                f"; hot buffers of {geometry.device_buffer_size} slots, {hisparse.device_pages} "
+                f"device pages, {hisparse.host_pages} host pages, {hisparse.copies} copies"
+            )
+        if tier := options.host_tier:
+            text += f"; host tier of {tier.pages} pages and {tier.states} states"
+        return text
 
 
 def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
     """Read a setup off the tape.  `options.ape` is still to be filled in."""
-
-    def pick(pinned: T | None, choices: Sequence[T], weights: Sequence[float] = ()) -> T:
-        """One of `choices`, the plainest first; a pinned one costs a draw all the same."""
-        if pinned is not None:
-            tape.draw(1)
-            return pinned
-        return choices[tape.choose(weights or [1.0] * len(choices))]
-
-    def between(pinned: int | None, low: int, high: int) -> int:
-        return pick(pinned, range(high, low - 1, -1))
-
     with tape.span("setup"):
-        payload: Payload = pick(pin.payload, ("stamped", "model"), (MODEL_ODDS - 1, 1))
-        kpool = pick(pin.kpool, (1, 2, 4), (1, 3, 3))
-        physical = pick(pin.physical_page_size, (4, 8), (3, 1))
-        interval = kpool * physical * pick(pin.interval_pages, (1, 2))
-        # So many that one accept can cross two checkpoints, where they stand close.
-        most = 2 * interval if interval <= CLOSE else 3
-        drafts = pick(pin.max_drafts, (0, 1, 2, most), (1, 1, 1, 1 if most == 3 else 3))
-        row_format = pick(pin.row_format, tuple(RowFormat), (2, 1, 1))
-        round_scale = pick(pin.round_scale, (True, False), (3, 1))
-        order = pick(pin.page_order, PAGE_ORDERS)
-        seed = pick(pin.seed, range(256))
-        max_requests = between(pin.max_requests, *ranges.max_requests)
-        pages = between(pin.pages, *ranges.pages)
-        states = max_requests + between(pin.spare_states, *ranges.spare_states)
-        packed = row_format is RowFormat.FP8_PACKED
-        two_blocks = pick(None, (False, True) if packed else (False,))
+        setup = _draw_plain(tape, ranges, pin)
+        # Only targets that may use them pay for these draws.
+        if ranges.tier:
+            setup = _with_tier(setup, tape, ranges.tier)
+        if any(ranges.hisparse) and _pick(tape, pin.hisparse, ranges.hisparse):
+            setup = _with_hisparse(setup, tape, pin)
+    return setup
+
+
+def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
+    """A setup without HiSparse."""
+    payload: Payload = _pick(tape, pin.payload, ("stamped", "model"), (MODEL_ODDS - 1, 1))
+    kpool = _pick(tape, pin.kpool, (1, 2, 4), (1, 3, 3))
+    physical = _pick(tape, pin.physical_page_size, (4, 8), (3, 1))
+    interval = kpool * physical * _pick(tape, pin.interval_pages, (1, 2))
+    # So many that one accept can cross two checkpoints, where they stand close.
+    most = 2 * interval if interval <= CLOSE else 3
+    odds = (1, 1, 1, 1 if most == 3 else 3)
+    drafts = _pick(tape, pin.max_drafts, (0, 1, 2, most), odds)
+    row_format = _pick(tape, pin.row_format, tuple(RowFormat), (2, 1, 1))
+    round_scale = _pick(tape, pin.round_scale, (True, False), (3, 1))
+    order = _pick(tape, pin.page_order, PAGE_ORDERS)
+    seed = _pick(tape, pin.seed, range(256))
+    max_requests = _between(tape, pin.max_requests, *ranges.max_requests)
+    pages = _between(tape, pin.pages, *ranges.pages)
+    states = max_requests + _between(tape, pin.spare_states, *ranges.spare_states)
+    packed = row_format is RowFormat.FP8_PACKED
+    two_blocks = _pick(tape, None, (False, True) if packed else (False,))
     geometry = Geometry(
         kpool=kpool,
         physical_page_size=physical,
@@ -182,6 +212,59 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         max_tokens=prompt,
         max_length=prompt + geometry.logical_page_size,
     )
+
+
+def _with_tier(setup: Setup, tape: Tape, sizes: Sequence[tuple[int, int]]) -> Setup:
+    """`setup` with a host tier; `sizes`: the ranges of its pages and its states."""
+    pages, states = (_between(tape, None, *size) for size in sizes)
+    return replace(
+        setup,
+        shape=replace(setup.shape, layers=SEVERAL_LAYERS),
+        options=replace(setup.options, host_tier=HostTier(pages=pages, states=states)),
+    )
+
+
+def _with_hisparse(setup: Setup, tape: Tape, pin: Pin) -> Setup:
+    """`setup` with hot buffers, for one request at least, a host pool that holds the longest
+    prompt at least, and lengths that leave the buffer size far behind."""
+    geometry, options = setup.geometry, setup.options
+    spare = range(geometry.topk + 1)
+    least = geometry.topk + max(0, geometry.kpool - 2)
+    slots = least + _pick(tape, pin.spare_slots, spare, (len(spare) // 2, *[1] * geometry.topk))
+    buffers = _between(tape, pin.hot_buffers, 1, options.max_requests)
+    ratio = _pick(tape, pin.capacity_ratio, (8, 4, 2, 1))
+    copies = _pick(tape, pin.copies, COPIES)
+    device_rows = buffers * hot_rows(slots, geometry.physical_page_size)
+    prompt = setup.max_tokens
+    if pin.max_tokens is None:
+        prompt = max(prompt, min(2 * slots, (options.pages - 1) * geometry.logical_page_size))
+    host_pages = max(pages_for(prompt, geometry), ratio * device_rows // geometry.logical_page_size)
+    hisparse = HiSparse(
+        device_pages=device_rows // geometry.physical_page_size + 1,
+        host_pages=host_pages + 1,
+        copies=copies,
+    )
+    stamped = setup.payload == "stamped"
+    return replace(
+        setup,
+        geometry=replace(geometry, device_buffer_size=slots, max_drafts=0),
+        shape=replace(setup.shape, layers=SEVERAL_LAYERS) if stamped else setup.shape,
+        options=replace(options, hisparse=hisparse),
+        max_tokens=prompt,
+        max_length=max(prompt + geometry.logical_page_size, 3 * slots),
+    )
+
+
+def _pick(tape: Tape, pinned: T | None, choices: Sequence[T], weights: Sequence[float] = ()) -> T:
+    """One of `choices`, the plainest first; a pinned one costs a draw all the same."""
+    if pinned is not None:
+        tape.draw(1)
+        return pinned
+    return choices[tape.choose(weights or [1.0] * len(choices))]
+
+
+def _between(tape: Tape, pinned: int | None, low: int, high: int) -> int:
+    return _pick(tape, pinned, range(high, low - 1, -1))
 
 
 def outputs_from(options: EngineOptions, start: int, stop: int) -> int | None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fuzz.mutants import find
 from fuzz.verify.mooncake import TraceRequest, generate_trace, read_trace
+from reference.contract import EngineFactory
+from reference.geometry import Geometry
+from systems import load
 
 SEED = 0
+PAGE = Geometry().logical_page_size
+FAULT = "page_table_41494"
+"""The mutant whose engine is the control of most parts."""
 PUBLISHED_REQUESTS = 12_031
 QUICK_REQUESTS = 400
 
@@ -90,6 +98,19 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PartFunction = Callable[[Plan, Tick], Part]
+
+
+@contextmanager
+def engine_with(fault: str | None) -> Iterator[EngineFactory]:
+    """The optimized engine; with the mutant called `fault` for as long as the context lasts."""
+    with find(fault).applied() if fault else nullcontext():
+        yield load("optimized").factory
+
+
+def plain(figures: object) -> dict[str, Any]:
+    """A dataclass as plain data, whatever the keys of its mappings."""
+    data: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)
+    return data
 
 
 def peak_mib() -> int:

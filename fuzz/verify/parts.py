@@ -10,31 +10,33 @@ import math
 import os
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
 
 import msgspec
 import numpy as np
-import torch
 
-from fuzz.mutants import find
-from fuzz.verify import capacity, copying, niah, numeric
-from fuzz.verify.client import Client
+from fuzz.verify import capacity, copying, numeric, parity, recall
 from fuzz.verify.mooncake import generate_trace
-from fuzz.verify.part import SEED, Check, Part, PartFunction, Plan, Tick, peak_mib
+from fuzz.verify.part import (
+    FAULT,
+    PAGE,
+    SEED,
+    Check,
+    Part,
+    PartFunction,
+    Plan,
+    Tick,
+    engine_with,
+    peak_mib,
+    plain,
+)
 from fuzz.verify.trace import PAGES, TraceCounts, TraceRunner
-from reference.contract import EngineFactory, EngineOptions, Weights
-from reference.geometry import Geometry, ModelShape
-from reference.weights import random_weights, retrieval_weights
+from reference.geometry import RowFormat
+from reference.weights import random_weights
 from systems import load
 
-LOGIT_SCALE = 8.0
-"""One scale for all arms of the NIAH and copy experiments."""
-PAGE = Geometry().logical_page_size
-REFERENCE_SAMPLES = 3
 TRACE_LIMIT_S = 300
+PARITY_STEPS = 10_000
 FAULTY_REQUESTS = 60
 """Requests that the faulty engine serves, to show that its fault would be seen."""
 
@@ -55,155 +57,6 @@ def run(name: str, plan: Plan, tick: Tick) -> Part:
         cpu_s=time.process_time() - cpu,
         worker=os.getpid(),
         peak_mib=peak_mib(),
-    )
-
-
-@contextmanager
-def _engine(faulty: bool) -> Iterator[EngineFactory]:
-    """The optimized engine; with the fault of #41494 for as long as the context lasts."""
-    with find("page_table_41494").applied() if faulty else nullcontext():
-        yield load("optimized").factory
-
-
-def _pools(tokens: int) -> EngineOptions:
-    """Pools for `tokens` tokens in all and a few requests at once."""
-    pages = -(-tokens // PAGE) + 1
-    return EngineOptions(pages=pages, state_slots=pages + 4, max_requests=4)
-
-
-def _plain(figures: object) -> dict[str, Any]:
-    """A dataclass as plain data, whatever the keys of its mappings."""
-    plain: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)
-    return plain
-
-
-def _remainders(hits: Iterable[int]) -> dict[str, int]:
-    """Hit lengths modulo the logical page, counted."""
-    return {str(rest): n for rest, n in sorted(Counter(hit % PAGE for hit in hits).items())}
-
-
-def _retrieval(topk: int) -> tuple[Geometry, ModelShape, Weights]:
-    geometry = Geometry(topk=topk)
-    return geometry, *retrieval_weights(geometry, SEED, LOGIT_SCALE)
-
-
-def _haystacks(plan: Plan, order: niah.Order, *, shared: bool) -> list[niah.Sample]:
-    length = niah.LENGTH // 4 if plan.quick else niah.LENGTH
-    return niah.samples(order=order, shared=shared, seed=SEED, length=length)
-
-
-def _niah(order: niah.Order, *, faulty: bool, shared: bool = True) -> PartFunction:
-    """(a): one arm of the needle experiment."""
-
-    def part(plan: Plan, tick: Tick) -> Part:
-        geometry, shape, weights = _retrieval(niah.TOPK)
-        samples = _haystacks(plan, order, shared=shared)
-        tokens = sum(len(sample.question) + PAGE for sample in samples)
-        with _engine(faulty) as factory:
-            arm = niah.run_arm(
-                factory,
-                geometry=geometry,
-                shape=shape,
-                weights=weights,
-                options=_pools(tokens),
-                samples=samples,
-                progress=tick,
-            )
-        name = f"needles found of {len(samples)}, {len(samples[0].document):,} tokens"
-        if faulty and shared:
-            check = Check.at_most(name, arm.score, len(samples) * 3 // 4)
-        else:
-            check = Check.exactly(name, arm.score, len(samples))
-        remainders = _remainders(arm.hits)
-        figures = {
-            "found": arm.found,
-            "depths": [sample.needle.depth for sample in samples],
-            "hit_remainders": remainders,
-        }
-        return Part(
-            checks=(check,),
-            columns=("hit length mod 256", *remainders),
-            rows=(("prompts", *(str(n) for n in remainders.values())),),
-            figures=figures,
-        )
-
-    return part
-
-
-def _niah_reference(plan: Plan, tick: Tick) -> Part:
-    """(a): the reference answers some of the questions, from the same selection."""
-    geometry, shape, weights = _retrieval(niah.TOPK)
-    samples = _haystacks(plan, "random", shared=True)[:REFERENCE_SAMPLES]
-    options = _pools(len(samples) * (len(samples[0].question) + PAGE))
-    slow, fast = (
-        Client(load(name).factory(geometry, shape, options, weights))
-        for name in ("reference", "optimized")
-    )
-    found = same = 0
-    for number, sample in enumerate(samples):
-        outputs = []
-        for client in (slow, fast):
-            request, output = client.prefill(sample.question)
-            client.engine.finish(request)
-            outputs.append(output)
-        found += all(int(o.logits[-1].argmax()) == sample.needle.value for o in outputs)
-        same += torch.equal(outputs[0].selected[:, -1], outputs[1].selected[:, -1])
-        tick(number + 1, len(samples))
-    return Part(
-        checks=(
-            Check.exactly("needles found by reference and engine", found, len(samples)),
-            Check.exactly("equal selections", same, len(samples)),
-        )
-    )
-
-
-def _copying(plan: Plan, tick: Tick) -> Part:
-    """(b): the copy experiment, faithful and faulty."""
-    geometry, shape, weights = _retrieval(copying.TOPK)
-    cases = copying.cases(geometry=geometry, seed=SEED, vocab=shape.vocab)
-    arms: dict[str, list[copying.Copy]] = {}
-    for done, (name, faulty) in enumerate((("faithful", False), ("with the fault", True))):
-        with _engine(faulty) as factory:
-            arms[name] = copying.run_arm(
-                factory,
-                geometry=geometry,
-                shape=shape,
-                weights=weights,
-                options=_pools(2 * len(cases) * copying.CONTEXT),
-                cases=cases,
-            )
-        tick(done + 1, 2)
-    before = [copy.before for arm in arms.values() for copy in arm]
-    change = max(abs(copy.fall) for copy in arms["faithful"])
-    fall = min(copy.fall for copy in arms["with the fault"])
-    return Part(
-        checks=(
-            Check(
-                name="mean logprob before, all spans",
-                measured=f"{min(before):.3f} .. {max(before):.3f} nats",
-                bar="-0.5 .. -0.1",
-                passed=-0.5 <= min(before) <= max(before) <= -0.1,
-            ),
-            Check(
-                name="largest change, faithful",
-                measured=f"{change:.4f} nats",
-                bar="below 0.05",
-                passed=change < 0.05,
-            ),
-            Check(
-                name="smallest fall, with the fault",
-                measured=f"{fall:.2f} nats",
-                bar="at least 5",
-                passed=fall >= 5,
-            ),
-        ),
-        columns=("engine", "span", "before (nats)", "after (nats)", "rival's hit (tokens)"),
-        rows=tuple(
-            (name, str(i), f"{copy.before:.3f}", f"{copy.after:.3f}", str(copy.rival_hit))
-            for name, arm in arms.items()
-            for i, copy in enumerate(arm)
-        ),
-        figures={name: [_plain(copy) for copy in arm] for name, arm in arms.items()},
     )
 
 
@@ -268,11 +121,11 @@ def _trace(plan: Plan, tick: Tick) -> Part:
         ),
         Check.at_most("wall seconds", math.ceil(counts.wall_s), TRACE_LIMIT_S),
     )
-    return Part(checks=checks, columns=("counted", ""), rows=_rows(counts), figures=_plain(counts))
+    return Part(checks=checks, columns=("counted", ""), rows=_rows(counts), figures=plain(counts))
 
 
 def _rows(counts: TraceCounts) -> tuple[tuple[str, str], ...]:
-    figures = _plain(counts)
+    figures = plain(counts)
     remainders = figures.pop("hit_remainders")
     read = figures.pop("rows_read")
     rows = [
@@ -292,7 +145,7 @@ def _rows(counts: TraceCounts) -> tuple[tuple[str, str], ...]:
 def _trace_faulty(plan: Plan, tick: Tick) -> Part:
     """(e), its control: the fault of #41494 shows as wrong rows."""
     requests = generate_trace(FAULTY_REQUESTS, seed=SEED)
-    with _engine(True) as factory:
+    with engine_with(FAULT) as factory:
         counts = TraceRunner(
             factory,
             requests,
@@ -303,7 +156,7 @@ def _trace_faulty(plan: Plan, tick: Tick) -> Part:
         checks=(Check.at_least("rows read back and wrong", counts.mismatches, 1),),
         columns=("first wrong row",),
         rows=((counts.first_mismatch or "none",),),
-        figures=_plain(counts),
+        figures=plain(counts),
     )
 
 
@@ -316,7 +169,7 @@ def _numeric(*, faulty: bool) -> PartFunction:
         count = 8 if plan.quick or faulty else numeric.SAMPLE
         requests = numeric.sample(trace, count=count)
         weights = random_weights(numeric.SHAPE, numeric.GEOMETRY, SEED)
-        with _engine(faulty) as factory:
+        with engine_with(FAULT if faulty else None) as factory:
             counts = numeric.run(factory, requests, weights=weights, progress=tick)
         if faulty:
             checks: tuple[Check, ...] = (
@@ -335,28 +188,79 @@ def _numeric(*, faulty: bool) -> PartFunction:
         rows.append(("tokens of a request (quartiles)", " / ".join(map(str, quartiles))))
         rows.append(("positions judged in full", f"{counts.judged:,}"))
         rows += [("", sentence) for sentence in counts.violations[:3]]
-        return Part(
-            checks=checks, columns=("audited", ""), rows=tuple(rows), figures=_plain(counts)
-        )
+        return Part(checks=checks, columns=("audited", ""), rows=tuple(rows), figures=plain(counts))
 
     return part
 
 
+def _parity(plan: Plan, tick: Tick) -> Part:
+    """(f): HiSparse on against off, in all row formats, at the least hot buffer and above."""
+    arms = [(row_format, size) for row_format in RowFormat for size in parity.SIZES]
+    steps = (300 if plan.quick else PARITY_STEPS) // len(arms) + 1
+    weights = random_weights(parity.SHAPE, parity.GEOMETRY, SEED)
+    counts = {
+        f"{row_format.value}, {size} rows": parity.run_arm(
+            load("optimized").factory,
+            weights=weights,
+            row_format=row_format,
+            size=size,
+            steps=steps,
+            seed=SEED,
+            progress=partial(lambda before, now: tick(before + now, len(arms) * steps), i * steps),
+        )
+        for i, (row_format, size) in enumerate(arms)
+    }
+    least = min(arm.missing for arm in counts.values())
+    return Part(
+        checks=(
+            Check.at_least(
+                "decode steps past the hot buffer",
+                sum(arm.steps for arm in counts.values()),
+                len(arms) * steps,
+            ),
+            Check(
+                name="selected columns swapped in, least of all arms",
+                measured=f"{least:.1%}",
+                bar="at least 30 %",
+                passed=least >= 0.3,
+            ),
+            Check.exactly("outputs that differ", sum(arm.different for arm in counts.values()), 0),
+        ),
+        columns=("hot buffer", "steps", "tokens", "columns missing", "hits", "pages evicted"),
+        rows=tuple(
+            (
+                name,
+                f"{arm.steps:,}",
+                f"{arm.tokens:,}",
+                f"{arm.missing:.1%}",
+                f"{arm.hits:,}",
+                f"{arm.evicted_pages:,}",
+            )
+            for name, arm in counts.items()
+        ),
+        figures={name: plain(arm) for name, arm in counts.items()},
+    )
+
+
 PARTS: dict[str, PartFunction] = {
-    "(a) niah, random order": _niah("random", faulty=False),
-    "(a) niah, increasing depth": _niah("increasing", faulty=False),
-    "(a) niah, random order, #41494": _niah("random", faulty=True),
-    "(a) niah, increasing depth, #41494": _niah("increasing", faulty=True),
-    "(a) niah, nothing shared, #41494": _niah("random", faulty=True, shared=False),
-    "(a) niah, reference": _niah_reference,
-    "(b) copying": _copying,
+    "(a) niah, random order": recall.needles("random", faulty=False),
+    "(a) niah, increasing depth": recall.needles("increasing", faulty=False),
+    "(a) niah, random order, #41494": recall.needles("random", faulty=True),
+    "(a) niah, increasing depth, #41494": recall.needles("increasing", faulty=True),
+    "(a) niah, nothing shared, #41494": recall.needles("random", faulty=True, shared=False),
+    "(a) niah, reference": recall.needles_by_reference,
+    "(b) copying": recall.copied_span(copying.rival, fault=FAULT),
+    "(b) copying, host restore": recall.copied_span(
+        copying.round_trip, fault="restore_without_index"
+    ),
     "(d) capacity": _capacity,
     "(c, e) trace": _trace,
     "(e) trace, #41494": _trace_faulty,
     "(e) numeric": _numeric(faulty=False),
     "(e) numeric, #41494": _numeric(faulty=True),
+    "(f) HiSparse on and off": _parity,
 }
 """All parts, in the order of the report."""
 
-LONGEST_FIRST = ("(c, e) trace", "(e) numeric")
+LONGEST_FIRST = ("(c, e) trace", "(f) HiSparse on and off", "(e) numeric")
 """The parts to start with, so that all workers end at about the same time."""
