@@ -33,7 +33,7 @@ UNITS = {
     **{f"{prefix}ib": 1024**n for n, prefix in enumerate("kmgt", start=1)},
 }
 _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
-_RATIO = re.compile(r"[1-9][0-9]{0,17}")
+_RATIO = re.compile(r"[1-9][0-9]{0,5}")
 
 CHART_FORMATS = ("png", "svg")
 COLOURS = {"device": "#2f6690", "host": "#e08e45"}
@@ -65,7 +65,7 @@ def ratio_of(text: str) -> int:
         ValueError: with one sentence.
     """
     if not _RATIO.fullmatch(text):
-        raise ValueError(f"{text!r} is no ratio: give a whole number of at least 1.")
+        raise ValueError(f"{text!r} is no ratio: give a whole number from 1 to 999,999.")
     return int(text)
 
 

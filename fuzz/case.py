@@ -82,6 +82,27 @@ def case_of(
     )
 
 
+def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:
+    """A case whose tape no longer fails counts as mended only if it is still the run that was
+    saved: the same setup, and as many operations of the same kinds.
+
+    Raises:
+        CaseError: with one sentence, where it is not.
+    """
+    # whom an operation concerned and what came of it is the engine's doing
+    was = [_kind(text) for text in case.operations]
+    is_ = [_kind(operation.text) for operation in outcome.operations]
+    if case.setup != outcome.setup or was != is_[: len(was)]:
+        raise CaseError(
+            f"{path} no longer fails, but its tape no longer gives the run that it tells of "
+            "either: replay it as it was saved, with the KVOracle release that saved it."
+        )
+
+
+def _kind(text: str) -> str:
+    return text.split()[0].rstrip(":")
+
+
 def save(case: Case, path: Path) -> None:
     """Write `case` to `path`, making its folder.
 

@@ -121,7 +121,7 @@ def fuzz(
     Parameters
     ----------
     target
-        What to do to the engine: prefix_split, slot_reuse, hot_buffer or host_restore.
+        What to do to the engine; an unknown name lists those that there are.
     executions
         Stop after so many (1,000 if `seconds` is not given either).
     seconds
@@ -202,7 +202,10 @@ def replay(file: Path, *, json: JsonFile = None) -> int:
     with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
         outcome = execute(system, target, Tape(saved.values), pin=saved.pin)
     lines = _outcome(outcome)
+    if outcome.skipped:
+        lines.append(Text(f"skipped, since the system lacks it: {', '.join(outcome.skipped)}"))
     if not outcome.failed:
+        case.check_same_run(saved, outcome, file)
         lines.append(Text("This case no longer fails."))
     deliver(out, lines, json=json, result=outcome)
     return 1 if outcome.failed else 0
@@ -326,6 +329,8 @@ def fit_tokens(
     """
     check_writable(json)
     check_writable(chart)
+    if json is not None and chart is not None and json.absolute() == chart.absolute():
+        raise UsageError(f"{json} is both --json and --chart: name two files.")
     capacity.check_chart(chart)
     # no other size of a geometry counts here: the least that its rules allow
     checked = Geometry(

@@ -24,6 +24,9 @@ from reference.geometry import Geometry, ModelShape
 from reference.occupancy import hot_rows
 from reference.restore import Step as TierStep
 
+SPOILT = 0xA5
+"""What the harness writes over what an engine returned, once it is judged: it is the caller's."""
+
 
 class Violation(msgspec.Struct, frozen=True):
     """One thing that is wrong.  `oracle` and `component` are the failure's signature;
@@ -49,6 +52,10 @@ class EngineCrash(Exception):
 
 class InjectedFailure(Exception):
     """What the harness raises before an allocation or copy of the host tier."""
+
+
+class InjectedInterrupt(BaseException):
+    """What it raises as often: like a KeyboardInterrupt no Exception, and to be undone as well."""
 
 
 class Guarded:

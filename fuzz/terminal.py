@@ -55,7 +55,7 @@ class Terminal(Console):
 @contextmanager
 def bars(console: Console) -> Iterator[Tick]:
     """A progress bar for each part that reports; on standard error, so that standard output
-    stays the result."""
+    stays the result.  Where that is no terminal, a line as each part ends."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -69,6 +69,8 @@ def bars(console: Console) -> Iterator[Tick]:
             if part not in tasks:
                 tasks[part] = progress.add_task(part, total=total)
             progress.update(tasks[part], completed=done, total=total)
+            if done == total and not console.is_terminal:
+                print(f"{part}: {total:,} done", file=sys.stderr, flush=True)
 
         yield tick
 

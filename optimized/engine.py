@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ class OptimizedEngine:
         options: EngineOptions,
         weights: Weights | None,
     ) -> None:
+        options = inputs.checked_options(options, geometry, shape)
         self.geometry = geometry
         self.shape = shape
         sizes = options.hisparse
@@ -69,6 +71,7 @@ class OptimizedEngine:
         )
         self._components = components(options)
         self._stamped = weights is None
+        self._rows = partial(inputs.given_rows, geometry, shape, stamped=self._stamped)
         self._dsa_layers, self._kda_layers = len(shape.dsa_layers), len(shape.kda_layers)
         self._backend = options.backend
         self.memory = (
@@ -78,9 +81,12 @@ class OptimizedEngine:
         )
         tier = options.host_tier
         self._tier = HostTier(tier, options, self.memory) if tier else None
+        self._moving = False
         self.steps = Steps(geometry, shape, options, weights, self.memory)
 
     def submit(self, request: RequestId, tokens: Tokens) -> Admission:
+        self._require_idle()
+        inputs.integers(request=request)
         if request in self.memory.table.by_id:
             raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
         prompt = self._tokens(tokens)
@@ -96,13 +102,11 @@ class OptimizedEngine:
         stops, firsts = np.array(
             [self._span(record, chunk) for record, chunk in zip(records, chunks, strict=True)]
         ).T
-        rows = self._given_rows([chunk.rows for chunk in chunks])
         table = self.memory.table
         slots = np.array([record.slot for record in records])
         spans = zip(table.length[slots].tolist(), stops.tolist(), strict=True)
-        for (start, stop), given in zip(spans, rows or (), strict=rows is not None):
-            states = len(self.geometry.state_positions(start, stop))
-            self._check_rows(given, stop - start, states)
+        sizes = [(stop - at, len(self.geometry.state_positions(at, stop))) for at, stop in spans]
+        rows = self._rows([chunk.rows for chunk in chunks], sizes)
         self.memory.grow(slots, stops)
         outputs = self.steps.extend(records, stops, rows, firsts)
         self.memory.advance(slots, stops)
@@ -121,10 +125,8 @@ class OptimizedEngine:
                 f"decode has {len(records)} requests and {len(appended)} tokens: give one token "
                 "a request."
             )
-        self._given_rows([rows])
-        if rows is not None:
-            selects = Component.HOT in self._components
-            self._check_rows(rows, len(records), len(records), selects=selects)
+        selects = Component.HOT in self._components
+        given = self._rows([rows], [(len(records), len(records))], selects=selects)
         if not records:
             return []
         table = self.memory.table
@@ -134,11 +136,16 @@ class OptimizedEngine:
         self.memory.grow(slots, lengths + 1)
         table.tokens[slots, lengths] = appended
         table.known[slots] += 1
-        outputs = self.steps.decode(requests, slots, rows)
+        outputs = self.steps.decode(requests, slots, given[0] if given else None)
         self.memory.advance(slots, lengths + 1)
         return outputs
 
     def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
+        if Capability.VERIFY not in self.capabilities:
+            raise InvalidCall(
+                "verify is not offered with HiSparse: decode token by token, or build the engine "
+                "without the option hisparse."
+            )
         records = self._distinct([draft.request for draft in drafts])
         if not records:
             return []
@@ -150,9 +157,8 @@ class OptimizedEngine:
                     f"request {draft.request} has {len(given)} drafts: give 1 to max_drafts, "
                     f"which is {most}."
                 )
-        rows = self._given_rows([draft.rows for draft in drafts])
-        for given, stored in zip(tokens, rows or (), strict=rows is not None):
-            self._check_rows(stored, len(given), len(given))
+        sizes = [(len(given), len(given)) for given in tokens]
+        rows = self._rows([draft.rows for draft in drafts], sizes)
         table = self.memory.table
         slots = np.array([record.slot for record in records])
         self._require_prefilled(slots)
@@ -209,19 +215,33 @@ class OptimizedEngine:
         return tokens
 
     def evict(self, pages: int) -> int:
+        self._require_idle()
         (pages,) = inputs.integers(pages=pages)
         return self.memory.tree.evict(pages=pages)
 
     def back_up(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
-        return self._host_tier().back_up(self._tokens(tokens), before)
+        return self._move(HostTier.back_up, tokens, before)
 
     def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
-        return self._host_tier().restore(self._tokens(tokens), before)
+        return self._move(HostTier.restore, tokens, before)
 
-    def _host_tier(self) -> HostTier:
+    def _move(
+        self,
+        move: Callable[[HostTier, Array, Callable[[str], None]], int],
+        tokens: Tokens,
+        before: Callable[[str], None],
+    ) -> int:
+        self._require_idle()
         if self._tier is None:
             raise InvalidCall("the engine has no host tier: build it with the option host_tier.")
-        return self._tier
+        if not callable(before):
+            raise InvalidCall("before cannot be called: pass a function that takes a string.")
+        prefix = self._tokens(tokens)
+        self._moving = True
+        try:
+            return move(self._tier, prefix, before)
+        finally:
+            self._moving = False
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
@@ -277,7 +297,16 @@ class OptimizedEngine:
         assert isinstance(self.memory, HiSparseMemory), "no other memory has hot rows"
         return self.memory.hot
 
+    def _require_idle(self) -> None:
+        """Refuse what `before` may not call: memory that it took or freed would be missed."""
+        if self._moving:
+            raise InvalidCall(
+                "a back_up or restore has called before and waits for it: finish it first."
+            )
+
     def _find(self, request: RequestId) -> Request:
+        self._require_idle()
+        inputs.integers(request=request)
         record = self.memory.table.by_id.get(request)
         if record is None:
             raise InvalidCall(f"request {request} is not running: submit it first.")
@@ -286,6 +315,7 @@ class OptimizedEngine:
     def _distinct(self, requests: Sequence[RequestId]) -> list[Request]:
         """The records of a step's requests, none of which may occur twice or have drafts that
         wait."""
+        self._require_idle()
         records = [self._find(request) for request in requests]
         if len(set(requests)) < len(requests):
             raise InvalidCall("a request occurs twice in one step: give each its own step.")
@@ -298,13 +328,6 @@ class OptimizedEngine:
     def _tokens(self, tokens: Tokens) -> Array:
         """The tokens as an int64 array of the engine's own, all in the model's vocabulary."""
         return inputs.token_ids(tokens, vocab=None if self._stamped else self.shape.vocab)
-
-    def _check_rows(
-        self, rows: Rows, positions: int, states: int, *, selects: bool = False
-    ) -> None:
-        inputs.check_rows(
-            rows, self.geometry, self.shape, positions=positions, states=states, selects=selects
-        )
 
     def _span(self, record: Request, chunk: Chunk) -> tuple[int, int]:
         """Where a chunk stops, and its first position whose output is wanted."""
@@ -337,18 +360,10 @@ class OptimizedEngine:
                 "extend it first."
             )
 
-    def _given_rows(self, rows: Sequence[Rows | None]) -> list[Rows] | None:
-        """The rows of a stamped step, or None of a model's."""
-        given = [some for some in rows if some is not None]
-        if len(given) != (len(rows) if self._stamped else 0):
-            raise InvalidCall(
-                "a stamped engine stores the rows that it is handed and one with a model computes "
-                "them: pass rows to the former and none to the latter."
-            )
-        return given if self._stamped else None
-
     def _layer(self, component: Component, layer: int) -> int:
         (layer,) = inputs.integers(layer=layer)
+        if not isinstance(component, Component):
+            raise InvalidCall(f"{component!r} is no component: pass a member of Component.")
         if component not in self._components:
             raise InvalidCall(
                 f"the engine stores no {component.value} rows: build it with the option hisparse."

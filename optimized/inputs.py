@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from optimized.addressing import Array
-from reference.contract import InvalidCall, Rows, Tokens
+from reference.contract import EngineOptions, InvalidCall, Rows, Tokens
 from reference.geometry import Geometry, ModelShape
+
+BACKENDS = ("torch", "triton")
+
+
+def checked_options(options: EngineOptions, geometry: Geometry, shape: ModelShape) -> EngineOptions:
+    """The options, if their backend is one of the engine's and `ape` fits the model."""
+    if options.backend not in BACKENDS:
+        raise InvalidCall(
+            f"there is no backend {options.backend!r}: choose one of {', '.join(BACKENDS)}."
+        )
+    if options.ape is None:
+        return options
+    size = len(shape.dsa_layers), geometry.kpool, shape.index_dim
+    return replace(options, ape=dense("ape", options.ape, torch.float32, size))
 
 
 def integers(**counts: int) -> list[int]:
@@ -33,39 +49,68 @@ def token_ids(tokens: Tokens, *, vocab: int | None) -> Array:
     return array
 
 
-def check_rows(
-    rows: Rows,
+def dense(name: str, given: object, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+    """`given` without its gradients, if it is a dense tensor of this kind where the engine is."""
+    found, wanted = type(given).__name__, str(dtype).removeprefix("torch.")
+    if isinstance(given, Tensor):
+        kind = given.dtype, given.layout, given.device.type, tuple(given.shape)
+        if kind == (dtype, torch.strided, "cpu", size):
+            return given.detach()
+        found = "{} of layout {} on {} of shape {}".format(*kind).replace("torch.", "")
+    raise InvalidCall(
+        f"{name} is {found}: make it a dense {wanted} tensor on the CPU of shape {size}."
+    )
+
+
+def given_rows(
     geometry: Geometry,
     shape: ModelShape,
+    rows: Sequence[Rows | None],
+    sizes: Sequence[tuple[int, int]],
     *,
-    positions: int,
-    states: int,
+    stamped: bool,
     selects: bool = False,
-) -> None:
-    """Raises InvalidCall unless `rows` are of so many positions and states, with a selection
-    where the step `selects` by them and without one elsewhere."""
-    if (rows.selected is not None) != selects:
+) -> list[Rows] | None:
+    """The rows of a stamped step, or None of a model's.
+
+    Args:
+        sizes: of how many positions and states each of them is to be.
+        selects: whether they are to name what the step selects.
+    """
+    given = [some for some in rows if some is not None]
+    if len(given) != (len(rows) if stamped else 0):
+        raise InvalidCall(
+            "a stamped engine stores the rows that it is handed and one with a model computes "
+            "them: pass rows to the former and none to the latter."
+        )
+    if any((some.selected is not None) != selects for some in given):
         raise InvalidCall(
             "a stamped decode under HiSparse is told what to select, and no other step is: pass "
             "Rows.selected to that alone."
         )
+    if not stamped:
+        return None
+    return [
+        _checked(geometry, shape, some, positions=positions, states=states)
+        for some, (positions, states) in zip(given, sizes, strict=True)
+    ]
+
+
+def _checked(
+    geometry: Geometry, shape: ModelShape, rows: Rows, *, positions: int, states: int
+) -> Rows:
     dsa, kda = len(shape.dsa_layers), len(shape.kda_layers)
-    wanted = {
-        "kv": ("float32", (dsa, positions, shape.latent)),
-        "key": ("float32", (dsa, positions, shape.index_dim)),
-        "gate": ("float32", (dsa, positions, shape.index_dim)),
-        "state": ("float32", (states, kda, shape.state_width)),
+    real, narrow = torch.float32, (dsa, positions, shape.index_dim)
+    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "kv": (real, (dsa, positions, shape.latent)),
+        "key": (real, narrow),
+        "gate": (real, narrow),
+        "state": (real, (states, kda, shape.state_width)),
     }
-    if selects:
-        wanted["selected"] = ("int64", (dsa, positions, geometry.selection_width))
-    for name, (kind, size) in wanted.items():
-        given: Tensor = getattr(rows, name)
-        found = str(given.dtype).removeprefix("torch."), tuple(given.shape)
-        if found != (kind, size):
-            raise InvalidCall(
-                f"rows have {name} as {found[0]} of shape {found[1]}: make it {kind} of shape "
-                f"{size}."
-            )
+    if rows.selected is not None:
+        wanted["selected"] = torch.int64, (dsa, positions, geometry.selection_width)
+    tensors = {name: dense(name, getattr(rows, name), *kind) for name, kind in wanted.items()}
+    return replace(rows, **tensors)
 
 
 def _int64s(tokens: Tokens) -> Array | None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import systems
-from fuzz import campaign
+from fuzz import campaign, targets
 from fuzz.campaign import BATCH, Plan, run
 from fuzz.targets.setup import Pin
 
@@ -102,3 +102,25 @@ def test_a_crash_of_the_fresh_engine_is_a_finding_of_its_run(monkeypatch):
     summary = run(plan)
     assert summary.executions == plan.executions
     assert [failure.signature for failure in summary.failures] == ["crash/extend.KeyError"]
+
+
+@pytest.mark.parametrize(
+    ("pin", "owed"),
+    [
+        (Pin(), {"tail_selected", "duplicate_selected", "capacity_ratio_1"}),
+        (Pin(kpool=1), {"duplicate_selected", "capacity_ratio_1"}),
+        (Pin(kpool=1, physical_page_size=64, payload="model"), set()),
+    ],
+)
+def test_a_campaign_owes_what_its_pins_let_it_show(pin, owed):
+    asked = {"tail_selected", "duplicate_selected", "capacity_ratio_1"}
+    missing = targets.find("hot_buffer").missing({}, pin)
+    assert set(missing) & asked == owed
+    assert "swapped_in" in missing
+
+
+def test_what_a_system_lacks_is_skipped_and_not_missed():
+    summary = run(Plan(target="host_restore", system="reference", executions=3))
+    assert {"back_up", "restore", "hisparse"} <= set(summary.skipped)
+    assert not summary.missing
+    assert run(Plan(target="host_restore", executions=1)).missing

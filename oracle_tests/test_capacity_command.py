@@ -207,9 +207,9 @@ def test_bytes_of_a_budget(text: str, count: int) -> None:
         (["--device-budget", "1kB"], "holds not one page of 2,976,512", "at least 2976512 bytes"),
         (["--host-budget", "1kB"], "holds not one page of 2,883,584", "at least 2883584 bytes"),
         (["--ratio", "999999"], "at ratio 999999", "raise it to at least"),
-        (["--ratio", "0"], "'0' is no ratio", "a whole number of at least 1"),
-        (["--ratio", "2", "--ratio", "-1"], "'-1' is no ratio", "a whole number of at least 1"),
-        (["--ratio", "1.5"], "'1.5' is no ratio", "a whole number of at least 1"),
+        (["--ratio", "0"], "'0' is no ratio", "a whole number from 1"),
+        (["--ratio", "2", "--ratio", "-1"], "'-1' is no ratio", "a whole number from 1"),
+        (["--ratio", "1.5"], "'1.5' is no ratio", "a whole number from 1"),
         (["--kpool", "3"], "no multiple of kpool 3", "choose a page size that kpool divides"),
         (["--kpool", "-4", "--physical-page-size", "-64"], "kpool is -4", "at least 1"),
         (["--physical-page-size", "0"], "physical_page_size is 0", "at least 1"),
@@ -223,6 +223,8 @@ def test_bytes_of_a_budget(text: str, count: int) -> None:
         (["--chart", "x"], "x names no format", "end in .png or .svg"),
         (["--chart", "/nowhere/x.svg"], "cannot be written", "name a file in a folder"),
         (["--json", "/nowhere/x.json"], "cannot be written", "name a file in a folder"),
+        (["--json", "out.svg", "--chart", "out.svg"], "both --json and --chart", "name two files"),
+        (["--ratio", "1000000"], "'1000000' is no ratio", "from 1 to 999,999"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -10,7 +10,7 @@ import pytest
 
 import systems
 from fuzz import mutants, targets
-from fuzz.case import MOST_BYTES, CaseError, case_of, load, save
+from fuzz.case import MOST_BYTES, CaseError, case_of, check_same_run, load, save
 from fuzz.run import execute
 from fuzz.tape import Tape
 from fuzz.targets.setup import KPool, PhysicalPageSize, Pin
@@ -141,3 +141,18 @@ def test_a_missing_file_is_told_with_the_cure(tmp_path):
         load(tmp_path / "nothing.json")
     with pytest.raises(CaseError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_a_case_that_is_another_run_now_is_not_called_mended(saved, failing):
+    """No failure, but of a run that is not the one that was saved."""
+    system, target, kept = systems.load("optimized"), targets.find(failing.target), load(saved)
+    mended = execute(system, target, Tape(kept.values), pin=kept.pin)
+    assert not mended.failed
+    check_same_run(kept, mended, saved)
+    for other in (
+        execute(system, target, Tape([]), pin=kept.pin),
+        execute(system, target, Tape(kept.values), pin=Pin(pages=1)),
+        execute(system, targets.find("hot_buffer"), Tape(kept.values), pin=kept.pin),
+    ):
+        with pytest.raises(CaseError, match=r"no longer gives the run .* replay it as it"):
+            check_same_run(kept, other, saved)

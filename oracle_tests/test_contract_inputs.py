@@ -154,10 +154,52 @@ REFUSED |= {
 }
 
 
+# what the optimized engine refuses besides, by its type alone
+REFUSED_KINDS: dict[str, Callable[[Engine], object]] = {
+    f"rows-{name}-{kind}": lambda e, name=name, change=change: e.decode(
+        [A], [0], spoilt(name, change)
+    )
+    for name in ("kv", "key", "gate", "state")
+    for kind, change in {
+        "none": lambda _: None,
+        "list": torch.Tensor.tolist,
+        "array": torch.Tensor.numpy,
+        "meta": lambda tensor: tensor.to("meta"),
+        "sparse": torch.Tensor.to_sparse,
+    }.items()
+}
+REFUSED_KINDS |= {
+    f"{call}-{request!r}": lambda e, use=use, request=request: use(e, request)
+    for request in (None, "a", [1], 1.0, True)
+    for call, use in {
+        "submit": lambda e, request: e.submit(request, [1]),
+        "decode": lambda e, request: e.decode([request], [0], ONE_ROW),
+        "abort": lambda e, request: e.abort(request),
+    }.items()
+}
+REFUSED_KINDS |= {
+    f"{call}-{component!r}": lambda e, use=use, component=component: use(e, component)
+    for component in (None, "bogus", "kv", "hot")
+    for call, use in {
+        "read": lambda e, component: e.read(A, component, 0, 0, 1),
+        "raw": lambda e, component: e.raw(component, 0),
+    }.items()
+}
+
+
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_an_invalid_call_says_why_and_changes_nothing(
     engine: Engine, call: Callable[[Engine], object]
 ) -> None:
+    check_refused(engine, call)
+
+
+@pytest.mark.parametrize("call", REFUSED_KINDS.values(), ids=REFUSED_KINDS)
+def test_an_argument_of_another_kind_is_refused(call: Callable[[Engine], object]) -> None:
+    check_refused(build("optimized"), call)
+
+
+def check_refused(engine: Engine, call: Callable[[Engine], object]) -> None:
     start(engine, A)
     engine.submit(B, PROMPT[::-1])
     start(engine, C, PROMPT[5:] + PROMPT[:5])
@@ -270,6 +312,32 @@ def test_what_the_caller_hands_in_stays_the_callers(engine: Engine) -> None:
     engine.accept(A, 2)
     assert all(map(torch.equal, rows_of(engine, A), rows_of(untouched, A)))
     assert engine.retract(A) == untouched.retract(A)
+
+
+def test_gradients_stay_outside() -> None:
+    """Tensors that record them are stored as others are, and the pools record none."""
+
+    def recording(given: Rows) -> Rows:
+        names = ("kv", "key", "gate", "state")
+        return dataclasses.replace(
+            given, **{name: torch.nn.Parameter(getattr(given, name)) for name in names}
+        )
+
+    untouched = build("optimized")
+    ape = torch.zeros(len(SHAPE.dsa_layers), GEOMETRY.kpool, SHAPE.index_dim)
+    options = dataclasses.replace(OPTIONS, ape=torch.nn.Parameter(ape))
+    engine = load("optimized").factory(GEOMETRY, SHAPE, options)
+    for each, change in ((untouched, lambda given: given), (engine, recording)):
+        each.submit(A, PROMPT)
+        prompt = change(rows(PROMPT, range(20), [8, 16, 20]))
+        each.extend([Chunk(request=A, stop=20, rows=prompt)])
+        each.decode([A], [30], change(rows([30], [20], [21])))
+        drafted = change(rows([60, 61], [21, 22], [22, 23]))
+        each.verify([Drafts(request=A, tokens=[60, 61], rows=drafted)])
+        each.accept(A, 1)
+    buffers = state_of(engine).buffers
+    assert not any(buffer.requires_grad for buffer in buffers)
+    assert all(map(torch.equal, buffers, state_of(untouched).buffers))
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

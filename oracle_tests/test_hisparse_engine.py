@@ -30,6 +30,7 @@ from reference.contract import (
     Capability,
     Chunk,
     Component,
+    Drafts,
     Engine,
     HiSparse,
     InvalidCall,
@@ -308,14 +309,38 @@ def test_geometries_without_hisparse(changed: dict[str, Any], cure: str) -> None
         build(geometry=replace(LEAST, **changed), hisparse=HiSparse(device_pages=9, host_pages=9))
 
 
+@pytest.mark.parametrize("geometry", [LEAST, ROOMY], ids=["least", "roomy"])
+def test_the_device_has_room_for_a_hot_buffer(geometry: Geometry) -> None:
+    """And for the padding page; one fewer is refused when the engine is built."""
+    least = HOT_PAGES[geometry] + 1
+    sizes = HiSparse(device_pages=least, host_pages=2)
+    assert build(geometry=geometry, hisparse=sizes).submit(A, [1, 2, 3]).hit == 0
+    for fewer in range(2, least):
+        with pytest.raises(InvalidCall, match=rf"set them to at least {least}\.$"):
+            build(geometry=geometry, hisparse=replace(sizes, device_pages=fewer))
+
+
+def test_nothing_is_verified() -> None:
+    engine = hisparse()
+    prefill(engine, A, range(20))
+    for drafts in ([], [Drafts(request=A, tokens=[1], rows=rows(1, 1))]):
+        before, buffers = shown(engine)
+        with pytest.raises(InvalidCall, match="verify is not offered with HiSparse"):
+            engine.verify(drafts)
+        after, left = shown(engine)
+        assert after == before
+        assert all(map(torch.equal, left, buffers))
+
+
 def test_a_stamped_decode_is_told_what_to_select() -> None:
     """And nothing else is; a refusal has changed nothing."""
     engine = hisparse()
     prefill(engine, A, range(20))
     before = engine.inspect()
     selected = torch.zeros(LAYERS, 1, WIDTH, dtype=torch.int64)
-    for wrong in (None, selected.int(), selected[:, :, 1:]):
-        with pytest.raises(InvalidCall, match=r"selected.*(to that alone|make it int64)"):
+    others = (selected.tolist(), selected.numpy(), selected.to("meta"))
+    for wrong in (None, selected.int(), selected[:, :, 1:], *others):
+        with pytest.raises(InvalidCall, match=r"selected.*(to that alone|make it a dense int64)"):
             engine.decode([A], [1], replace(rows(1, 1), selected=wrong))
     engine.submit(B, [1])
     with pytest.raises(InvalidCall, match="to that alone"):

@@ -277,6 +277,17 @@ def test_an_engine_without_a_tier_says_how_to_get_one(build: Build) -> None:
             call(P)
 
 
+@pytest.mark.parametrize("before", [None, 3, "copy"])
+def test_before_is_called(build: Build, before: Any) -> None:
+    engine = build()
+    cache(engine, P)
+    seen = engine.inspect()
+    for call in (engine.back_up, engine.restore):
+        with pytest.raises(InvalidCall, match="before cannot be called"):
+            call(P, before=before)
+    assert engine.inspect() == seen
+
+
 @pytest.mark.parametrize("tokens", [[0.5] * 8, [True] * 8, "01234567", [[0] * 8]])
 def test_tokens_are_integers(build: Build, tokens: Any) -> None:
     engine = build()

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from oracle_tests import tier_cases
-from oracle_tests.contract_cases import layers_of
+from oracle_tests.contract_cases import layers_of, rows
 from oracle_tests.tier_cases import (
     KINDS,
     PAGE,
+    A,
     B,
     Build,
     Contents,
@@ -36,7 +37,7 @@ from oracle_tests.tier_cases import (
     tiered,
     truth,
 )
-from reference.contract import Component, Engine
+from reference.contract import Chunk, Component, Drafts, Engine, InvalidCall
 
 
 @pytest.fixture(params=KINDS)
@@ -114,32 +115,97 @@ def test_a_failure_leaves_all_or_nothing(
             assert contents(engine) == part_of(whole, tokens)
 
 
-def test_nobody_hits_a_prefix_that_is_half_there(build: Build) -> None:
-    """At each allocation and copy somebody asks for P, and for what the tier holds of it."""
+def test_no_prefix_is_seen_half_there(build: Build) -> None:
+    """At each allocation and copy somebody looks for P in the tier, and then in the cache."""
     engine = build()
     cache(engine, P)
     found: list[int] = []
     engine.back_up(P, before=lambda _: found.append(len(tiered(engine))))
     assert found == [0] * len(found)
     engine.evict(40)
-    engine.restore(P, before=lambda _: found.append(hit_of(engine, P)))
+    engine.restore(P, before=lambda _: found.append(len(engine.inspect().cached)))
     assert len(found) == 2 * (2 + 3 * 2 * 2 + 2)
     assert not any(found)
     assert hit_of(engine, P) == 24
 
 
 def test_what_is_being_copied_is_locked(build: Build) -> None:
-    """At each allocation and copy somebody evicts all that is not locked."""
+    """All of P while it is backed up, and while it comes back the page that was there."""
     engine = build()
     cache(engine, P, Q)
-    assert engine.back_up(P, before=lambda _: engine.evict(40)) == 24
+    locked: list[set[Prefix]] = []
+    assert engine.back_up(P, before=lambda _: locked.append(locked_paths(engine))) == 24
+    assert locked == [{P[:8], P}] * len(locked)
     engine.evict(40)
     cache(engine, Q)
-    assert engine.restore(P, before=lambda _: engine.evict(40)) == 24
+    hit_of(engine, P)
+    locked.clear()
+    assert engine.restore(P, before=lambda _: locked.append(locked_paths(engine))) == 24
+    assert locked
+    assert all(path[:8] == P[:8] for paths in locked for path in paths)
+    assert all(locked)
     whole = truth(build, P, Q)
     assert part_of(contents(engine), P) == part_of(whole, P)
     assert contents(engine).items() <= whole.items()
     assert not any(node.locks for node in check_conserved(engine).cached)
+
+
+def locked_paths(engine: Engine) -> set[Prefix]:
+    """The cached prefixes that are locked, by their tokens."""
+    paths: dict[int | None, Prefix] = {None: ()}
+    nodes = engine.inspect().cached
+    for node in nodes:
+        paths[node.node] = paths[node.parent] + node.tokens
+    return {paths[node.node] for node in nodes if node.locks}
+
+
+STAMPED = rows([1], [24], [25])
+INSIDE: dict[str, Callable[[Engine], object]] = {
+    "submit": lambda e: e.submit(A, [*P, 1]),
+    "extend": lambda e: e.extend([Chunk(request=B, stop=1, rows=STAMPED)]),
+    "extend-nothing": lambda e: e.extend([]),
+    "decode": lambda e: e.decode([B], [1], STAMPED),
+    "verify": lambda e: e.verify([Drafts(request=B, tokens=[1], rows=STAMPED)]),
+    "accept": lambda e: e.accept(B, 0),
+    "finish": lambda e: e.finish(B),
+    "abort": lambda e: e.abort(B),
+    "retract": lambda e: e.retract(B),
+    "evict": lambda e: e.evict(40),
+    "back_up": lambda e: e.back_up(P),
+    "back_up-another": lambda e: e.back_up(U),
+    "restore": lambda e: e.restore(P),
+    "restore-another": lambda e: e.restore(U),
+    "read": lambda e: e.read(B, Component.KV, 0, 0, 1),
+}
+
+
+@pytest.mark.parametrize("call", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("prepare", [before_back_up, before_restore])
+def test_before_only_looks_on(
+    build: Build, prepare: Callable[[Build, bool], Engine], call: Callable[[Engine], object]
+) -> None:
+    """Its call is refused at each allocation and copy and the copying goes on, or is undone if
+    the refusal passes through it."""
+    engine, name = prepare(build, False), prepare.__name__.removeprefix("before_")
+    prefill(engine, B, [*U, 1])
+    hit_of(engine, P)  # cuts the edge where P leaves Q
+    move, seen = getattr(engine, name), engine.inspect()
+    with pytest.raises(InvalidCall):
+        move(P, before=lambda _: call(engine))
+    assert replace(engine.inspect(), reused_pages=0) == replace(seen, reused_pages=0)
+    copied: list[str] = []
+
+    def before(what: str) -> None:
+        looked = engine.inspect()
+        with pytest.raises(InvalidCall, match=r"has called before|not offered with HiSparse"):
+            call(engine)
+        assert engine.inspect() == looked
+        copied.append(what)
+
+    assert move(P, before=before) == 24
+    assert len(copied) == 2 + 2 * 2 * layers_of(Component.KV) + layers_of(Component.STATE)
+    engine.finish(B)
+    check_conserved(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -153,6 +153,65 @@ def test_containment_forbids_changes_to_the_rows_of_others(optimized):
     assert re.search(r"'extend request 1 to 15', but it is .*'s row 0, so it may not", sentence)
 
 
+@pytest.mark.parametrize("component", [Component.KV, Component.INDEX, Component.STATE])
+@pytest.mark.parametrize("payload", ["stamped", "model"])
+def test_containment_wants_poison_where_memory_is_free(optimized, component, payload):
+    """From the start, and from the step on that frees it."""
+
+    def fresh(engine: Any, asked: Component, layer: int) -> Any:
+        buffer = engine.raw(asked, layer)
+        if asked is component:
+            buffer[-1] = 1
+        return buffer
+
+    outcome = run(tampered(optimized, raw=fresh), payload=payload)
+    assert "it should be poison, and is not" in found(outcome)[f"containment/{component.value}"]
+
+    def keep(engine: Any, *args: Any) -> Any:
+        raw, before = engine.raw(component, 0), engine.raw(component, 0).clone()
+        result = engine.finish(*args)
+        raw.copy_(before)
+        return result
+
+    outcome = run(tampered(optimized, finish=keep), payload=payload)
+    sentence = found(outcome)[f"containment/{component.value}"]
+    assert re.search(
+        "is free after 'finish request 0 .*': it should be poison, and is not", sentence
+    )
+
+
+@pytest.mark.parametrize("component", [Component.KV, Component.STATE, Component.TAIL])
+def test_what_is_read_is_the_callers_own(optimized, component):
+    """KV rows are read in every step, the others at the end."""
+
+    def read(engine: Any, request, asked, layer, start, stop):
+        rows = engine.read(request, asked, layer, start, stop)
+        if asked is not component:
+            return rows
+        raw = engine.raw(asked, layer).view(-1, rows.shape[-1])
+        first = int((raw == rows[0]).all(dim=1).nonzero()[0])
+        view = raw[first : first + len(rows)]
+        return view if view.equal(rows) else rows
+
+    (signature, sentence), *_ = found(run(tampered(optimized, read=read))).items()
+    if component is Component.KV:
+        assert signature == "provenance/kv"
+        assert sentence.endswith("holds a row that no request wrote.")
+    else:
+        assert signature == f"containment/{component.value}"
+        assert "what a read returns should be the caller's own" in sentence
+
+
+def test_provenance_reads_parts_too(optimized):
+    def read(engine: Any, request, component, layer, start, stop):
+        rows = engine.read(request, component, layer, start, stop)
+        last = engine.inspect().requests[request].length - 1
+        return rows.flip(0) if component is Component.KV and start and stop <= last else rows
+
+    sentence = found(run(tampered(optimized, read=read)))["provenance/kv"]
+    assert re.search(r"reads as kv row [1-9]\d* should hold request \d's position", sentence)
+
+
 LIVE: dict[int, int] = {}
 """Counts of an engine that hands out views of its memory."""
 

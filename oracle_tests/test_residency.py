@@ -19,7 +19,7 @@ from fuzz.tape import Tape
 from fuzz.targets import find
 from fuzz.targets.session import KINDS
 from fuzz.targets.setup import Payload, Pin
-from fuzz.targets.streams import LITTERED, STALE
+from fuzz.targets.streams import LITTERED, SAME, STALE
 from oracle_tests.tampering import tampered
 from reference.contract import Component, HotBufferView, OutOfMemory, Snapshot, StepOutput, System
 
@@ -224,6 +224,43 @@ def test_rows_that_are_attended_by_mistake_are_told(optimized, changes, sentence
     assert re.search(sentence, said), said
 
 
+def test_rows_that_are_attended_are_the_callers_own(optimized):
+    """Cells that hold what they held in the decode before are taken from what that returned."""
+    kept: dict[int, Any] = {}
+
+    def decode(engine: Any, *args: Any) -> list[StepOutput]:
+        results: list[StepOutput] = engine.decode(*args)
+        for output in results:
+            now = output.attended
+            returned, copied = kept.get(output.request, (now, now))
+            same = (copied == now).all(dim=-1)
+            now = now.clone()
+            kept[output.request] = output.attended, now
+            output.attended[same] = returned[same]
+        return results
+
+    operations = [*DECODING[:4], *[[DECODE, 0, 0, 0, 2 * SAME]] * 3]
+    assert run(optimized, operations=operations).violations == []
+    outcome = run(tampered(optimized, decode=decode), operations=operations)
+    signature, said = first(outcome)
+    assert signature == "residency/attended"
+    assert "it holds a row that no request wrote" in said
+
+
+def test_a_map_of_host_pages_that_goes_on_changing_is_told(optimized):
+    live: dict[int, int] = {}
+
+    def inspect(engine: Any) -> Snapshot:
+        snapshot: Snapshot = engine.inspect()
+        live.clear()
+        live.update(snapshot.hot.backing)
+        return replace(snapshot, hot=replace(snapshot.hot, backing=live))
+
+    signature, said = first(run(tampered(optimized, inspect=inspect)))
+    assert signature == "exact/copies"
+    assert "should be a copy; one has changed" in said
+
+
 def test_a_hot_row_that_is_not_selected_is_looked_at(optimized):
     def overwrite(engine: Any) -> None:
         views, raw = engine.inspect().hot.buffers, engine.raw(Component.HOT, 1)
@@ -249,11 +286,12 @@ def test_a_host_row_that_is_wrong_is_attended_once_it_is_swapped_in(optimized):
 
 @pytest.mark.parametrize("component", [Component.HOT, Component.KV])
 def test_in_the_end_the_engine_reads_its_hot_rows_itself(optimized, component):
-    """Of KV rows provenance reads those on the host, from position 0 on: not the newest."""
+    """Of KV rows provenance reads those on the host: not the newest."""
 
     def read(engine: Any, request: Any, asked: Component, layer: int, start: int, stop: int) -> Any:
         rows = engine.read(request, asked, layer, start, stop)
-        wrong = asked is component and (start > 0 or asked is Component.HOT)
+        newest = start == engine.inspect().requests[request].length - 1
+        wrong = asked is component and (newest or asked is Component.HOT)
         return rows.roll(1, 1) if wrong else rows
 
     signature, said = first(run(tampered(optimized, read=read)))

@@ -14,7 +14,7 @@ import pytest
 
 import systems
 from fuzz.run import Outcome, execute
-from fuzz.step import InjectedFailure
+from fuzz.step import InjectedFailure, InjectedInterrupt
 from fuzz.tape import Tape
 from fuzz.targets import find
 from fuzz.targets.session import KINDS
@@ -157,12 +157,24 @@ def refuse(engine: Any, tokens: Any, **kwargs: Any) -> None:
     raise OutOfMemory("no.")
 
 
-def swallow(name: str) -> dict[str, Change]:
+def swallow(name: str, failure: type[BaseException] = InjectedFailure) -> dict[str, Change]:
     def call(engine: Any, tokens: Any, **kwargs: Any) -> Any:
         try:
             return getattr(engine, name)(tokens, **kwargs)
-        except InjectedFailure:
+        except failure:
             return 0
+
+    return {name: call}
+
+
+def announcing(name: str, *, few: int) -> dict[str, Change]:
+    """A call that announces no more than a few of its allocations and copies."""
+
+    def call(engine: Any, tokens: Any, *, before: Callable[[str], None]) -> Any:
+        left = iter(range(few))
+        return getattr(engine, name)(
+            tokens, before=lambda what: None if next(left, None) is None else before(what)
+        )
 
     return {name: call}
 
@@ -278,6 +290,24 @@ def drop_oldest(tier: Any) -> Any:
             [*EVICTED, [RESTORE, 0, 3, 0, 0]],
             "restore/returned",
             "should raise what was raised in it",
+        ),
+        (
+            swallow("restore", InjectedInterrupt),
+            [*EVICTED, [RESTORE, 0, 4, 0, 0]],
+            "restore/returned",
+            "should raise what was raised in it",
+        ),
+        (
+            announcing("back_up", few=4),
+            BACKED_UP,
+            "restore/announced",
+            "should announce 5 allocations and copies at least, of pages, .* it announced 4",
+        ),
+        (
+            announcing("restore", few=0),
+            RESTORED,
+            "restore/announced",
+            "should announce 5 allocations and copies at least, of pages, .* it announced 0",
         ),
         (
             {"restore": refuse},

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,10 @@ In a model run each is in 0 .. vocab - 1."""
 
 PageOrder = Literal["reuse", "high", "permuted"]
 """Which free page is handed out: the one freed last, the highest, or by a fixed random order."""
+
+CopyOrder = Literal["early", "late", "random"]
+"""When an engine on a CPU makes the copies that a step orders on the side stream: as soon as they
+are ordered, not before something waits for them, or one by one between the two."""
 
 
 class Capability(StrEnum):
@@ -85,7 +89,22 @@ class OutOfMemory(ContractError):
 
 class InvalidCall(ContractError):
     """The call breaks the contract (unknown request, stop before start, too many drafts, a
-    token that is no integer); nothing was changed."""
+    token that is no integer, an option out of its range); nothing was changed."""
+
+
+def _require_counts(options: object, **least: int) -> None:
+    """Raises InvalidCall unless these options are integers of at least so much.  Numpy's are
+    refused: a size computed from a narrow one would overflow."""
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if type(value) is not int or value < minimum:
+            raise InvalidCall(f"{name} is {value!r}: set it to an int of at least {minimum}.")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises InvalidCall unless an option is one of `choices`."""
+    if value not in choices:
+        raise InvalidCall(f"{name} is {value!r}: choose one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +115,20 @@ class HiSparse:
     Fields:
         device_pages: physical pages of hot rows, padding page 0 included.
         host_pages: logical pages of host rows, padding page 0 included.
-        copies: when an engine on a CPU makes the copies that a step orders on the side stream:
-            as soon as they are ordered ("early"), not before something waits for them ("late"),
-            or one by one between the two, as drawn from the engine's seed ("random").
+        copies: when they are made; "random" is drawn from the engine's seed.
+
+    Raises:
+        InvalidCall: for a memory with no page beside its padding, or an unknown order.  An engine
+            raises it besides where `device_pages` are too few for one hot buffer.
     """
 
     device_pages: int
     host_pages: int
-    copies: Literal["early", "late", "random"] = "late"
+    copies: CopyOrder = "late"
+
+    def __post_init__(self) -> None:
+        _require_counts(self, device_pages=2, host_pages=2)
+        _require_choice("copies", self.copies, get_args(CopyOrder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +141,9 @@ class HostTier:
 
     pages: int
     states: int
+
+    def __post_init__(self) -> None:
+        _require_counts(self, pages=0, states=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +164,11 @@ class EngineOptions:
         backend: kernels of the optimized engine, by name; "torch" or "triton".
         hisparse: None keeps all KV rows on the device.
         host_tier: None means that `back_up` and `restore` are not offered.
+
+    Raises:
+        InvalidCall: for a size that has no room for its padding, no request at all, a negative
+            seed or an unknown order.  An engine raises it besides for a backend that it does not
+            have, and for an `ape` of another shape.
     """
 
     pages: int
@@ -149,6 +182,10 @@ class EngineOptions:
     hisparse: HiSparse | None = None
     host_tier: HostTier | None = None
 
+    def __post_init__(self) -> None:
+        _require_counts(self, pages=1, state_slots=1, max_requests=1, seed=0)
+        _require_choice("page_order", self.page_order, get_args(PageOrder))
+
 
 def components(options: EngineOptions) -> tuple[Component, ...]:
     """What an engine with these options stores."""
@@ -159,6 +196,7 @@ def components(options: EngineOptions) -> tuple[Component, ...]:
 class Rows:
     """What a stamped run stores for n positions.  In an extend or verify they are the n
     consecutive positions of one chunk; in a decode the one new position of each of n requests.
+    All are dense tensors on the engine's device; gradients are dropped.
 
     Fields:
         kv: [dsa_layers, n, latent] float32.
@@ -308,7 +346,8 @@ class Engine(Protocol):
 
         `before` is called with a few words before each allocation and each copy.  What it raises
         passes through; the prefix then stands in both tiers as it did before, or is gone from
-        the one that was to be filled."""
+        the one that was to be filled.  It may look on by `inspect` and `raw`; any other call of
+        the engine from inside it raises InvalidCall and changes nothing."""
         ...
 
     def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:

@@ -127,10 +127,16 @@ class Geometry:
                 f"an index pool sharded in token units holds one key for {self.kpool} tokens: "
                 "shard it in slots, or set kpool to 1."
             )
-        least = self.topk + max(0, self.kpool - 2)
-        if self.device_buffer_size is not None and self.device_buffer_size < least:
+        rows, least = self.device_buffer_size, self.topk + max(0, self.kpool - 2)
+        if rows is None:
+            return
+        if type(rows) is not int:
             raise GeometryError(
-                f"device_buffer_size {self.device_buffer_size} leaves no row to evict: set it to "
+                f"device_buffer_size is {rows!r}: set it to an int, or to None without HiSparse."
+            )
+        if rows < least:
+            raise GeometryError(
+                f"device_buffer_size {rows} leaves no row to evict: set it to "
                 f"at least {least} (topk {self.topk} plus the tail less the newest token)."
             )
 

@@ -9,11 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from torch import Tensor
 
 from fuzz.mutants.hisparse import HOT, MEMORY, RESIDENT, TARGET, Ints
 from fuzz.mutants.host_rows import PAGES, PLAIN, RUNS
 from fuzz.mutants.registry import Body, mutant
-from reference.contract import OutOfMemory
+from reference.contract import OutOfMemory, Snapshot
 
 ENGINE = "optimized.engine.OptimizedEngine"
 ALLOCATOR = "optimized.memory.allocator.Allocator"
@@ -149,3 +150,38 @@ def hot_buffer_freed_undrained(original: Body, self: Any, slot: int) -> None:
     """A hot buffer is freed without a wait for copies, of which a step has left none."""
     with patch.object(self.backups, "drain"):
         original(self, slot)
+
+
+# what is left, and what is handed out
+
+
+@mutant(
+    "optimized.hisparse.pools.HotPools.scrub_device",
+    bug="own",
+    killed_by=("containment",),
+    target=TARGET,
+)
+def freed_hot_rows_not_poisoned(original: Body, self: Any, ids: Ints) -> None:
+    """The rows of freed device pages keep what they held."""
+
+
+@mutant(f"{HOT}.read", bug="own", killed_by=("containment", "residency"), target=TARGET)
+def hot_rows_read_as_a_view(
+    original: Body, self: Any, slot: int, layer: int, slots: Ints
+) -> Tensor:
+    """Hot rows that lie together are read as a view of the pool, and not as a copy."""
+    copied: Tensor = original(self, slot, layer, slots)
+    first = int(self.slot_rows[slot, 0])
+    view: Tensor = self.pools.device[layer, first : first + len(copied)]
+    return view if view.equal(copied) else copied
+
+
+@mutant(f"{MEMORY}.snapshot", bug="own", killed_by=("exact",), target=TARGET)
+def snapshot_shows_live_host_pages(original: Body, self: Any) -> Snapshot:
+    """Snapshots share one map of host pages, which goes on changing."""
+    account: Snapshot = original(self)
+    live = vars(self).setdefault("live", {})
+    assert account.hot is not None, "this memory has host pages"
+    live.clear()
+    live.update(account.hot.backing)
+    return replace(account, hot=replace(account.hot, backing=live))

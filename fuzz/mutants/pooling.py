@@ -41,12 +41,22 @@ def scale_rounded_down(original: Body, scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
+def _left_in_rings(original: Body, self: Any, ids: Any) -> None:
+    left = vars(self).setdefault("left", self.ring.clone())
+    left[:, ids] = self.ring[:, ids]
+    original(self, ids)
+
+
 @mutant(
-    "optimized.memory.pools.Pools.scrub_rings",
+    "optimized.memory.manager.Memory.admit",
     bug="own",
     killed_by=(),
     target="slot_reuse",
+    also={"optimized.memory.pools.Pools.scrub_rings": _left_in_rings},
     equivalence="oracle_tests/test_mutant_equivalence.py::test_ring_needs_no_reset",
 )
-def ring_not_reset(original: Body, self: Any, ids: Any) -> None:
+def ring_not_reset(original: Body, self: Any, *request: Any) -> Any:
     """A request finds the keys of the slot's last owner in its tail ring."""
+    record, ring = original(self, *request), self.pools.ring
+    ring[:, record.slot] = vars(self.pools).get("left", ring)[:, record.slot]
+    return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fuzz.mutants.registry import Body, mutant
-from reference.contract import OutOfMemory
+from reference.contract import OutOfMemory, proceed
 
 Ints = npt.NDArray[np.int64]
 Part = tuple[str, Tensor, Tensor]
@@ -234,6 +235,19 @@ def state_lost_by_failed_back_up(original: Body, self: Any, *call: Any) -> int:
     return int(_keeping(original, self, *call, of=self.states))
 
 
+@mutant(f"{TIER}.back_up", bug="own", killed_by=STANDING, target=TARGET)
+def back_up_undone_for_exceptions_alone(original: Body, self: Any, *call: Any) -> int:
+    """A back-up that is broken off by an interrupt, which is no Exception, is not undone."""
+    release = self._release
+
+    def of_exceptions(pages: list[int]) -> None:
+        if isinstance(sys.exception(), Exception | None):
+            release(pages)
+
+    with patch.object(self, "_release", of_exceptions):
+        return int(original(self, *call))
+
+
 @mutant(f"{TIER}._bring_back", bug="own", killed_by=("exact",), target=TARGET)
 def lock_left_by_failed_restore(
     original: Body, self: Any, tokens: Ints, cached: Ints, *path: Any
@@ -244,6 +258,26 @@ def lock_left_by_failed_restore(
     tree.lock(node)
     original(self, tokens, cached, *path)
     tree.unlock(node)
+
+
+# what is announced
+
+
+@mutant(f"{TIER}.back_up", f"{TIER}.restore", bug="own", killed_by=STANDING, target=TARGET)
+def no_move_announced(original: Body, self: Any, tokens: Ints, before: Any) -> int:
+    """Nothing is announced, so that no allocation and no copy can be made to fail."""
+    return int(original(self, tokens, proceed))
+
+
+@mutant(f"{TIER}.back_up", f"{TIER}.restore", bug="own", killed_by=STANDING, target=TARGET)
+def copies_not_announced(original: Body, self: Any, tokens: Ints, before: Any) -> int:
+    """Allocations are announced, copies are not."""
+
+    def of_allocations(what: str) -> None:
+        if what.startswith("allocate"):
+            before(what)
+
+    return int(original(self, tokens, of_allocations))
 
 
 # who owns it, and who goes first

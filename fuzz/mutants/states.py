@@ -126,7 +126,12 @@ def evicted_checkpoint_not_freed(original: Body, self: Any, leaf: Any) -> Any:
     return original(self, leaf)
 
 
-@mutant(f"{ENGINE}.abort", bug="TensorRT-LLM#12314", killed_by=OWNED, target="slot_reuse")
+@mutant(
+    f"{ENGINE}.abort",
+    bug="TensorRT-LLM#12314",
+    killed_by=(*OWNED, "containment"),
+    target="slot_reuse",
+)
 def ring_row_left_at_abort(original: Body, self: Any, request: Any) -> None:
     """An aborted request keeps its row of the tail ring for ever."""
     self.memory.rings.retain([self._find(request).slot])

@@ -3,12 +3,13 @@
 All buffers are compared, whole, before and after each operation.  A row that somebody could
 read before and can still read after is never to change; a row of nobody may become poison; any
 other change must lie at a new position of one of the operation's own requests.  Under HiSparse
-new are the host rows of what was saved, and the slots of the requests' hot buffers.
+new are the host rows of what was saved, and the slots of the requests' hot buffers.  With poison
+all rows of what is free are poison from the start, and from the step that frees it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from fuzz.step import Step, Violation, World
 from reference.contract import Component, HotBufferView, RequestId, Snapshot
 
 Mask = npt.NDArray[np.bool_]
+POISON = 0xFF
 
 
 class Containment:
@@ -29,19 +31,70 @@ class Containment:
 
     def __init__(self, world: World, viewer: Viewer) -> None:
         self._world, self._viewer = world, viewer
+        # What was free before the step, and so is known to be poison.
+        self._free: dict[Component, Set[int]] = {}
 
     def check(self, step: Step) -> list[Violation]:
-        """Every changed row had to change, or was nobody's and is poison now."""
+        """Every changed row had to change, or was nobody's and is poison now; so is every row of
+        what has become free."""
         view = self._viewer.look(step)
-        return [
+        found = [
             violation
             for at, differs in view.differs.items()
             if differs.size
             for violation in self._judge(step, view, at, differs)
         ]
+        return found + self._left(step) if self._world.options.poison else found
 
     def close(self) -> list[Violation]:
-        return []
+        """Reading has changed nothing: what the other oracles were given, and have written over,
+        was a copy."""
+        return [
+            Violation(
+                self.name,
+                component.value,
+                f"{PLACES[component].format(rows[0])} changed when what the engine had returned "
+                "was written over; what a read returns should be the caller's own.",
+            )
+            for (component, _), image in self._viewer.images.items()
+            if (rows := image.settle()).size
+        ]
+
+    def _left(self, step: Step) -> list[Violation]:
+        """The first row of each buffer that is free now, was not before, and is not poison."""
+        found = []
+        for component, (units, each) in self._free_units(step.after).items():
+            fresh = units - self._free.get(component, set())
+            self._free[component] = units
+            if not fresh:
+                continue
+            first = np.array(sorted(fresh), dtype=np.int64)
+            rows = (first[:, None] * each + np.arange(each)).reshape(-1)
+            for at, image in self._viewer.images.items():
+                if at[0] is not component:
+                    continue
+                left = rows[rows < len(image)]
+                left = left[(image[left] != POISON).any(axis=1)]
+                if left.size:
+                    place = PLACES[component].format(left[0])
+                    said = f"{place} is free after '{step.text}': it should be poison, and is not."
+                    found.append(Violation(self.name, component.value, said))
+        return found
+
+    def _free_units(self, snapshot: Snapshot) -> dict[Component, tuple[Set[int], int]]:
+        """Pages, state slots and rings that nobody owns, and how many rows each has."""
+        geometry, requests = self._world.geometry, snapshot.requests.values()
+        rings = set(range(1, self._world.options.max_requests + 1))
+        free: dict[Component, tuple[Set[int], int]] = {
+            Component.KV: (snapshot.free_pages, geometry.logical_page_size),
+            Component.INDEX: (snapshot.free_pages, geometry.index_page_size),
+            Component.STATE: (snapshot.free_states, 1),
+            Component.TAIL: (rings - {view.slot for view in requests}, geometry.ring_size),
+        }
+        if hot := snapshot.hot:
+            free[Component.KV] = hot.free_host, geometry.logical_page_size
+            free[Component.HOT] = hot.free_device, geometry.physical_page_size
+        return free
 
     def _judge(self, step: Step, view: View, at: Layer, differs: Ints) -> Iterator[Violation]:
         """The first of a layer's changed rows that had no right to change."""
@@ -50,7 +103,7 @@ class Containment:
         doubtful = (kept | ~self._new(component, step, len(image))[differs]).nonzero()[0]
         if not doubtful.size:
             return
-        poison = (image.actual(differs[doubtful]) == 0xFF).all(axis=1)
+        poison = (image.actual(differs[doubtful]) == POISON).all(axis=1)
         for i in doubtful[kept[doubtful] | ~poison][:1]:
             row, owner = int(differs[i]), "nobody's, so it may only become poison"
             if kept[i]:

@@ -16,7 +16,7 @@ import numpy as np
 from fuzz.oracles.hot_account import Said, judge_account
 from fuzz.oracles.readers import Ints
 from fuzz.stamps import Bytes, Registry
-from fuzz.step import Client, Step, Violation, World
+from fuzz.step import SPOILT, Client, Step, Violation, World
 from reference.contract import Capability, Component, HotBufferView, RequestId, StepOutput
 from reference.hisparse import HotBuffer
 
@@ -59,7 +59,10 @@ class Residency:
         said: list[tuple[str, str]] = []
         for client in self._world.running():
             if self._filled(client):
-                said += self._resident(client, self._read_slots(client))
+                slots = self._read_slots(client)
+                said += self._resident(client, slots)
+                for rows in slots:
+                    rows.fill(SPOILT)
                 said += self._newest(client)
         return [Violation(self.name, component, sentence) for component, sentence in said]
 
@@ -114,6 +117,7 @@ class Residency:
                 f"{client.name}, position {length - 1}, layer {layer}: cell {cell} should hold "
                 f"{named}; it holds {self._writer(is_[*at])}.",
             )
+        is_.fill(SPOILT)
 
     # where the rows are
 

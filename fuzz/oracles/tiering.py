@@ -47,6 +47,7 @@ class Tiering:
             asked = self._asked(step, step.tier)
             parts |= {
                 "returned": self._returned(step, step.tier, asked),
+                "announced": self._announced(step, step.tier, asked),
                 "standing": list(_standings(step, step.tier, asked)),
                 "requests": _touched(step),
             }
@@ -109,6 +110,24 @@ class Tiering:
         if step.refused is not None and self._has_room(step):
             found.append(f"'{step.text}' should succeed: there was room, free or to be made.")
         return found
+
+    def _announced(self, step: Step, call: TierCall, asked: Prefix) -> list[str]:
+        """What a call took and copied it announced before.  How much goes in one copy is the
+        engine's affair, but pages and states are apart, and so are KV and index rows."""
+        if call.returned is None or not asked:
+            return []
+        held = in_tier(step.before)
+        pages, state = all(prefix[: len(asked)] != asked for prefix in held), asked not in held
+        if need := restoration(step, self._world.geometry.logical_page_size):
+            pages, state = need.pages > 0, need.states > 0
+        least = (1 + 2) * pages + (1 + 1) * state
+        if call.moves >= least:
+            return []
+        return [
+            f"'{step.text}' should announce {least} allocations and copies at least, of "
+            f"{'pages, of KV rows and index rows, and of ' if pages else ''}a state; it announced "
+            f"{call.moves}."
+        ]
 
     def _has_room(self, step: Step) -> bool:
         """Whether the device had, or could have made, room for what a restore was to bring."""

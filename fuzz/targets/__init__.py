@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fuzz.targets.setup import Pin, Ranges
 
@@ -17,6 +17,7 @@ class Target:
         weights: how often each operation is drawn, for generation; those left out, never.
         required: events that a campaign of a few hundred executions must have seen.
         stamped_only: those of them that no model run can show.
+        narrowed: those that a pin of the field may rule out, by the field's name.
         operations: most operations of a run.
     """
 
@@ -25,12 +26,16 @@ class Target:
     weights: Mapping[str, float]
     required: frozenset[str]
     stamped_only: frozenset[str] = frozenset()
+    narrowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     operations: int = 24
 
     def missing(self, seen: Mapping[str, int], pin: Pin) -> list[str]:
-        """The required events that are not among those seen; pinned to model runs, a campaign
-        owes only what those can show."""
+        """The required events that are not among those seen; a campaign owes only what its pins
+        let it show."""
         owed = self.required - (self.stamped_only if pin.payload == "model" else frozenset())
+        for pinned, events in self.narrowed.items():
+            if getattr(pin, pinned) is not None:
+                owed -= events
         return sorted(event for event in owed if not seen.get(event))
 
 

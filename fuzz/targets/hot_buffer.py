@@ -55,5 +55,9 @@ HOT_BUFFER = Target(
     ),
     # A model selects each position once, and none that is not there.
     stamped_only=frozenset({"duplicate_selected", "out_of_range_selected"}),
+    narrowed={
+        "kpool": frozenset({"tail_selected"}),
+        "physical_page_size": frozenset(f"capacity_ratio_{ratio}" for ratio in (1, 2, 4, 8)),
+    },
     operations=32,
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fuzz.oracles.standings import in_tier, longest, on_device
-from fuzz.step import Client, InjectedFailure, TierCall
+from fuzz.step import Client, InjectedFailure, InjectedInterrupt, TierCall
 from fuzz.tape import Tape
 from reference.contract import Engine, OutOfMemory, Snapshot
 from reference.restore import Step
@@ -61,15 +61,17 @@ class Mover:
         `failing`, counted from 1, fails."""
         moves: list[str] = []
         returned, refusal, raised = None, None, False
+        # Half of the failures are no Exception; each move fails in either way.
+        failure = (InjectedFailure, InjectedInterrupt)[(failing + len(tokens)) % 2]
 
         def before(what: str) -> None:
             moves.append(what)
             if len(moves) == failing:
-                raise InjectedFailure(what)
+                raise failure(what)
 
         try:
             returned = getattr(self._engine, kind)(tokens, before=before)
-        except InjectedFailure:
+        except failure:
             raised = True
         except OutOfMemory as exhausted:
             refusal = exhausted

@@ -44,4 +44,7 @@ PREFIX_SPLIT = Target(
             "hit_after_eviction",
         }
     ),
+    narrowed={
+        "kpool": frozenset({"hit_then_diverged_inside_group", "group_mixing_ring_and_chunk"})
+    },
 )

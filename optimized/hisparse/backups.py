@@ -9,7 +9,7 @@ by luck.
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from optimized.hisparse.pools import HotPools
 from optimized.kernels import swap_in
+from reference.contract import CopyOrder
 
 
 class Backups(Protocol):
@@ -46,7 +47,7 @@ class BackupQueue:
         self,
         pools: HotPools,
         *,
-        copies: Literal["early", "late", "random"],
+        copies: CopyOrder,
         seed: int,
         backend: str,
     ) -> None:

@@ -20,7 +20,7 @@ from optimized.hisparse.pools import HotPools
 from optimized.hisparse.step import HotStep
 from optimized.kernels import gather, swap_in
 from optimized.memory.allocator import Allocator
-from reference.contract import EngineOptions, HiSparse, HotBufferView
+from reference.contract import EngineOptions, HiSparse, HotBufferView, InvalidCall
 from reference.geometry import Geometry
 
 
@@ -53,11 +53,19 @@ class Coordinator:
         Args:
             geometry: one with a device_buffer_size.
             host: [dsa_layers, host rows, row_bytes] uint8, pinned if the device is a GPU.
+
+        Raises:
+            InvalidCall: the device has no room for one hot buffer.
         """
         assert geometry.device_buffer_size is not None, "the caller has checked the geometry"
         self.size = geometry.device_buffer_size
         self._page_size = geometry.physical_page_size
         self.hot_pages = -(-self.size // self._page_size) + 1
+        if sizes.device_pages <= self.hot_pages:
+            raise InvalidCall(
+                f"device_pages {sizes.device_pages} have no room for a hot buffer and padding: set "
+                f"them to at least {self.hot_pages + 1}."
+            )
         layers, slots, on = len(host), options.max_requests + 1, torch.device(device)
         self.pools = HotPools(
             host,

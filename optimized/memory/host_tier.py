@@ -132,8 +132,8 @@ class HostTier:
             for what, device, host in self._parts(fresh, hosts, state, host_state):
                 before(f"copy {what} from the host")
                 device.copy_(host)
-            tree.insert(tokens, np.concatenate([cached, fresh]), {len(tokens): state})
-            slots = NONE  # the tree took it over
+            added = tree.insert(tokens, np.concatenate([cached, fresh]), {len(tokens): state})
+            slots = np.array(added.surplus, dtype=np.int64)  # the tree took the others over
         finally:
             # the tree has its own references on the pages that it took
             memory.pages.release(fresh)
