@@ -7,9 +7,13 @@ before triton is first imported.  With one they run natively, marked `gpu`.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
+
+# a shell's background job ignores Ctrl-C, and hands that on; some tests send it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CUDA = torch.cuda.is_available()
 LAUNCHES = [("torch", "cpu"), ("triton", "cpu")]
