@@ -148,8 +148,7 @@ def run(plan: Plan, *, progress: Progress = lambda executions, failures: None) -
         seconds=time.monotonic() - began,
         cpu_seconds=total.cpu_seconds,
         events=dict(sorted(total.events.items())),
-        # what needs a skipped operation cannot be seen, and the summary names those
-        missing=[] if total.skipped else target.missing(total.events, plan.pin),
+        missing=target.missing(total.events, plan.pin),
         failures=sorted(failures, key=lambda failure: cost(failure.outcome)),
         ratios=total.ratios,
         skipped=total.skipped,

@@ -375,8 +375,9 @@ def _campaign(summary: campaign.Summary, replays: Sequence[str]) -> Iterator[Ren
         table.add_row(f"largest error / bound, {stage}", f"{ratio:.3g}")
     for event, count in summary.events.items():
         table.add_row(f"seen: {event}", f"{count:,}")
+    cure = f"{summary.plan.system} may lack it" if summary.skipped else "run more executions"
     for event in summary.missing:
-        table.add_row(Text(f"never seen: {event}", "bold red"), "run more executions")
+        table.add_row(Text(f"never seen: {event}", "bold red"), cure)
     for operation in summary.skipped:
         table.add_row(f"skipped: {operation}", f"{summary.plan.system} cannot")
     table.add_row("failures", str(sum(failure.count for failure in summary.failures)))

@@ -17,7 +17,7 @@ class Target:
         weights: how often each operation is drawn, for generation; those left out, never.
         required: events that a campaign of a few hundred executions must have seen.
         stamped_only: those of them that no model run can show.
-        narrowed: those that a pin of the field may rule out, by the field's name.
+        narrowed: those that a pin rules out, by its field and value.
         operations: most operations of a run.
     """
 
@@ -26,15 +26,15 @@ class Target:
     weights: Mapping[str, float]
     required: frozenset[str]
     stamped_only: frozenset[str] = frozenset()
-    narrowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    narrowed: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
     operations: int = 24
 
     def missing(self, seen: Mapping[str, int], pin: Pin) -> list[str]:
         """The required events that are not among those seen; a campaign owes only what its pins
         let it show."""
         owed = self.required - (self.stamped_only if pin.payload == "model" else frozenset())
-        for pinned, events in self.narrowed.items():
-            if getattr(pin, pinned) is not None:
+        for (name, value), events in self.narrowed.items():
+            if getattr(pin, name) == value:
                 owed -= events
         return sorted(event for event in owed if not seen.get(event))
 

@@ -56,8 +56,9 @@ HOT_BUFFER = Target(
     # A model selects each position once, and none that is not there.
     stamped_only=frozenset({"duplicate_selected", "out_of_range_selected"}),
     narrowed={
-        "kpool": frozenset({"tail_selected"}),
-        "physical_page_size": frozenset(f"capacity_ratio_{ratio}" for ratio in (1, 2, 4, 8)),
+        ("kpool", 1): frozenset({"tail_selected"}),
+        # so large are the pages that one prompt takes more than that of the host
+        **{("physical_page_size", size): frozenset({"capacity_ratio_1"}) for size in (16, 32, 64)},
     },
     operations=32,
 )

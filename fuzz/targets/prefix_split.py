@@ -45,6 +45,6 @@ PREFIX_SPLIT = Target(
         }
     ),
     narrowed={
-        "kpool": frozenset({"hit_then_diverged_inside_group", "group_mixing_ring_and_chunk"})
+        ("kpool", 1): frozenset({"hit_then_diverged_inside_group", "group_mixing_ring_and_chunk"})
     },
 )

@@ -41,6 +41,6 @@ SLOT_REUSE = Target(
             "chunk_inside_prompt",
         }
     ),
-    narrowed={"kpool": frozenset({"group_mixing_ring_and_chunk"})},
+    narrowed={("kpool", 1): frozenset({"group_mixing_ring_and_chunk"})},
     operations=32,
 )
