@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from fuzz.targets.setup import MODEL_SHAPE
 from fuzz.verify import parity
 from reference.contract import EngineOptions, StepOutput, Weights
 from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.weights import random_weights
 from systems import load
 
-WEIGHTS = random_weights(parity.SHAPE, parity.GEOMETRY, 0)
+WEIGHTS = random_weights(MODEL_SHAPE, parity.GEOMETRY, 0)
 FACTORY = load("optimized").factory
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fuzz.targets.setup import MODEL_SHAPE
 from reference.contract import (
     Chunk,
     Engine,
@@ -23,23 +24,8 @@ from reference.contract import (
     StepOutput,
     Weights,
 )
-from reference.geometry import Geometry, ModelShape, RowFormat
+from reference.geometry import Geometry, RowFormat
 
-SHAPE = ModelShape(
-    layers=4,
-    dsa_period=2,
-    vocab=61,
-    hidden=32,
-    heads=2,
-    latent=16,
-    q_lora=16,
-    index_heads=2,
-    index_dim=16,
-    kda_heads=2,
-    kda_key_dim=8,
-    kda_value_dim=8,
-    conv_width=4,
-)
 GEOMETRY = Geometry(
     kpool=4, physical_page_size=4, topk=16, mamba_track_interval=16, device_buffer_size=18
 )
@@ -176,7 +162,7 @@ class _Pair:
         self.counts.first = self.counts.first or ("" if equal else sentence)
 
     def _token(self) -> int:
-        return self.rng.randrange(SHAPE.vocab)
+        return self.rng.randrange(MODEL_SHAPE.vocab)
 
 
 def run_arm(
@@ -191,7 +177,7 @@ def run_arm(
 ) -> Counts:
     """Serve until `steps` decode steps are counted, with hot buffers of `size` rows.
 
-    `weights` are those of GEOMETRY and SHAPE; `progress` is told the steps so far.
+    `weights` are those of GEOMETRY and MODEL_SHAPE; `progress` is told the steps so far.
     """
     geometry = replace(GEOMETRY, row_format=row_format, device_buffer_size=size)
     hot_pages = -(-size // geometry.physical_page_size) + 1
@@ -200,7 +186,7 @@ def run_arm(
     )
     sizes = HiSparse(device_pages=REQUESTS * hot_pages + 1, host_pages=PAGES, copies="random")
     on, off = (
-        factory(geometry, SHAPE, options, weights)
+        factory(geometry, MODEL_SHAPE, options, weights)
         for options in (replace(plain, hisparse=sizes), plain)
     )
     pair = _Pair(on, off, size, random.Random(seed))

@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from fuzz.targets.setup import MODEL_SHAPE
 from fuzz.verify import capacity, copying, numeric, parity, recall
 from fuzz.verify.mooncake import generate_trace
 from fuzz.verify.part import (
@@ -198,7 +199,7 @@ def _parity(plan: Plan, tick: Tick) -> Part:
     """(f): HiSparse on against off, in all row formats, at the least hot buffer and above."""
     arms = [(row_format, size) for row_format in RowFormat for size in parity.SIZES]
     steps = (300 if plan.quick else PARITY_STEPS) // len(arms) + 1
-    weights = random_weights(parity.SHAPE, parity.GEOMETRY, SEED)
+    weights = random_weights(MODEL_SHAPE, parity.GEOMETRY, SEED)
     counts = {
         f"{row_format.value}, {size} rows": parity.run_arm(
             load("optimized").factory,
