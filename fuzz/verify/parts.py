@@ -120,8 +120,7 @@ def _trace(plan: Plan, tick: Tick) -> Part:
             counts.hits - counts.hit_remainders[0],
             0,
         ),
-        # of the one core that it takes, so that it does not hang on what else runs
-        Check.at_most("CPU seconds", math.ceil(counts.cpu_s), TRACE_LIMIT_S),
+        Check.at_most("wall seconds", math.ceil(counts.wall_s), TRACE_LIMIT_S),
     )
     return Part(checks=checks, columns=("counted", ""), rows=_rows(counts), figures=plain(counts))
 
