@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
-from fuzz.oracles.readers import Ints, Readable
+from fuzz.oracles.readers import Ints, Readable, row_pages
 from fuzz.oracles.standings import restoration
 from fuzz.oracles.view import PLACES, Layer, View, Viewer
 from fuzz.step import Step, Violation, World
@@ -147,7 +147,8 @@ class Containment:
         kpool = 1 if kv else geometry.kpool
         new[: geometry.logical_page_size if kv else geometry.index_page_size] = True
         if came := restoration(step, geometry.logical_page_size):
-            rows, slots = self._viewer.finder.places(_rows_in(step, component, came.brought))
+            pages = row_pages(came.brought, step.after) if kv else came.brought
+            rows, slots = self._viewer.finder.places(pages)
             places = rows if kv else slots
             new[places[places < len(new)]] = True
         if kv and step.after.hot:
@@ -159,13 +160,6 @@ class Containment:
             rows, slots = self._viewer.finder.places(account.pages if account else ())
             places = (rows if kv else slots)[start // kpool : stop // kpool]
             new[places[places < len(new)]] = True
-
-
-def _rows_in(step: Step, component: Component, pages: tuple[int, ...]) -> tuple[int, ...]:
-    """The pages of a component's buffer in which these logical pages have their rows."""
-    if component is Component.KV and step.after.hot:
-        return tuple(step.after.hot.backing.get(page, 0) for page in pages)
-    return pages
 
 
 def _just_saved(step: Step, request: RequestId) -> Sequence[int]:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from fuzz.stamps import U64
 from fuzz.step import World
 from reference.addressing import index_slots, locs, tail_start
-from reference.contract import CachedNode, Component, RequestId, Snapshot
+from reference.contract import Component, RequestId, Snapshot
+from reference.prefix import cached_prefixes
 
 Ints = npt.NDArray[np.int64]
 
@@ -152,13 +153,18 @@ class Finder:
         for request, view in snapshot.requests.items():
             client = self._world.clients[request]
             states = {**view.checkpoints, view.state_position: view.state_slot}
-            stop, rows = min(view.length, client.length), _row_pages(view.pages, snapshot)
+            stop, rows = min(view.length, client.length), row_pages(view.pages, snapshot)
             saved = min(stop, _saved(request, snapshot))
             held = Held(view.pages, rows, 0, stop, saved, states, view.slot)
             yield client.name, held, client.chain
-        for node, path in _paths(snapshot.cached):
+        paths = cached_prefixes(snapshot.cached)
+        for node in snapshot.cached:
+            if node.node not in paths:
+                # no prefix: the exact oracle says so
+                continue
+            path = paths[node.node].tokens
             first, stop = len(path) - len(node.tokens), len(path)
-            rows = _row_pages(node.pages, snapshot)
+            rows = row_pages(node.pages, snapshot)
             held = Held(node.pages, rows, first, stop, stop, node.checkpoints, None)
             yield f"cached prefix {node.node}", held, self._chain(path)
 
@@ -208,7 +214,7 @@ class Finder:
             yield Reader(name, Component.TAIL, rows, units, chain[start : held.stop, None])
 
 
-def _row_pages(pages: tuple[int, ...], snapshot: Snapshot) -> tuple[int, ...]:
+def row_pages(pages: tuple[int, ...], snapshot: Snapshot) -> tuple[int, ...]:
     """The pages of the KV buffer that hold the rows of logical pages; one that lacks a host page
     fails the residency oracle, and is the padding here."""
     if snapshot.hot is None:
@@ -222,14 +228,3 @@ def _saved(request: RequestId, snapshot: Snapshot) -> int:
         return snapshot.requests[request].length
     buffer = snapshot.hot.buffers.get(request)
     return buffer.saved if buffer else 0
-
-
-def _paths(cached: Iterable[CachedNode]) -> Iterable[tuple[CachedNode, tuple[int, ...]]]:
-    """Each node with the tokens of its path; nodes without a path are left out."""
-    paths: dict[int | None, tuple[int, ...]] = {None: ()}
-    waiting = list(cached)
-    while ready := [node for node in waiting if node.parent in paths]:
-        waiting = [node for node in waiting if node.parent not in paths]
-        for node in ready:
-            paths[node.node] = path = paths[node.parent] + node.tokens
-            yield node, path
