@@ -6,7 +6,7 @@ raises has changed nothing but what it evicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from optimized import addressing, inputs
 from optimized.addressing import Array
+from optimized.groups import ALONE, Group
+from optimized.heads import rank_shape
 from optimized.hisparse.coordinator import Coordinator
 from optimized.hisparse.memory import HiSparseMemory
 from optimized.kernels import gather
+from optimized.memory import transfers
 from optimized.memory.host_tier import HostTier
 from optimized.memory.manager import Memory
 from optimized.memory.requests import Request
@@ -31,6 +34,7 @@ from reference.contract import (
     Drafts,
     EngineOptions,
     InvalidCall,
+    Places,
     RequestId,
     Rows,
     Snapshot,
@@ -53,7 +57,9 @@ class OptimizedEngine:
         shape: ModelShape,
         options: EngineOptions,
         weights: Weights | None,
+        group: Group,
     ) -> None:
+        shape = rank_shape(shape, group.size)
         options = inputs.checked_options(options, geometry, shape)
         self.geometry = geometry
         self.shape = shape
@@ -67,6 +73,7 @@ class OptimizedEngine:
                 Capability.RAW,
                 Capability.HISPARSE,
                 Capability.HOST_TIER,
+                Capability.TRANSFER,
             }
         )
         self._components = components(options)
@@ -82,17 +89,10 @@ class OptimizedEngine:
         tier = options.host_tier
         self._tier = HostTier(tier, options, self.memory) if tier else None
         self._moving = False
-        self.steps = Steps(geometry, shape, options, weights, self.memory)
+        self.steps = Steps(geometry, shape, options, weights, self.memory, group)
 
     def submit(self, request: RequestId, tokens: Tokens) -> Admission:
-        self._require_idle()
-        inputs.integers(request=request)
-        if request in self.memory.table.by_id:
-            raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
-        prompt = self._tokens(tokens)
-        if not prompt.size:
-            raise InvalidCall(f"request {request} has no tokens: submit at least one.")
-        record = self.memory.admit(request, prompt)
+        record = self.memory.admit(request, self._new(request, tokens))
         return Admission(hit=int(self.memory.table.length[record.slot]))
 
     def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
@@ -243,6 +243,21 @@ class OptimizedEngine:
         finally:
             self._moving = False
 
+    def places(self, request: RequestId) -> Places:
+        return transfers.places(self.memory, self._find(request))
+
+    def reserve(self, request: RequestId, tokens: Tokens) -> Places:
+        return transfers.reserve(self.memory, request, self._new(request, tokens))
+
+    def adopt(self, request: RequestId) -> None:
+        transfers.adopt(self.memory, self._reserved(request))
+
+    def drop(self, request: RequestId) -> None:
+        self.memory.release(self._reserved(request))
+
+    def regions(self) -> Mapping[str, Tensor]:
+        return transfers.regions(self.memory, self.shape)
+
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
     ) -> Tensor:
@@ -304,12 +319,36 @@ class OptimizedEngine:
                 "a back_up or restore has called before and waits for it: finish it first."
             )
 
+    def _new(self, request: RequestId, tokens: Tokens) -> Array:
+        """The tokens of a request that is to be entered."""
+        self._require_idle()
+        inputs.integers(request=request)
+        if request in self.memory.table.by_id:
+            raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
+        prompt = self._tokens(tokens)
+        if not prompt.size:
+            raise InvalidCall(f"request {request} has no tokens: give at least one.")
+        return prompt
+
     def _find(self, request: RequestId) -> Request:
         self._require_idle()
         inputs.integers(request=request)
         record = self.memory.table.by_id.get(request)
         if record is None:
             raise InvalidCall(f"request {request} is not running: submit it first.")
+        if record.reserved:
+            raise InvalidCall(
+                f"request {request} is reserved for a transfer whose bytes may land at any time: "
+                "adopt it when all have, or drop it once none can."
+            )
+        return record
+
+    def _reserved(self, request: RequestId) -> Request:
+        self._require_idle()
+        inputs.integers(request=request)
+        record = self.memory.table.by_id.get(request)
+        if record is None or not record.reserved:
+            raise InvalidCall(f"request {request} is not reserved: reserve it first.")
         return record
 
     def _distinct(self, requests: Sequence[RequestId]) -> list[Request]:
@@ -397,6 +436,9 @@ def factory(
     shape: ModelShape,
     options: EngineOptions,
     weights: Weights | None = None,
+    *,
+    group: Group = ALONE,
 ) -> OptimizedEngine:
-    """Build an engine; without weights, a stamped one."""
-    return OptimizedEngine(geometry, shape, options, weights)
+    """Build an engine; without weights, a stamped one.  In a `group` it is one rank, to which
+    `shape` and `weights` are given whole; `OptimizedEngine.shape` is the rank's."""
+    return OptimizedEngine(geometry, shape, options, weights, group)

@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 
 from optimized.addressing import Array
-from reference.contract import EngineOptions, InvalidCall, Rows, Tokens
+from reference.contract import EngineOptions, InvalidCall, Rows, Tokens, kv_bytes
 from reference.geometry import Geometry, ModelShape
 
 BACKENDS = ("torch", "triton")
 
 
 def checked_options(options: EngineOptions, geometry: Geometry, shape: ModelShape) -> EngineOptions:
-    """The options, if their backend is one of the engine's and `ape` fits the model."""
+    """The options, if their backend is one of the engine's and their tensors fit the model."""
     if options.backend not in BACKENDS:
         raise InvalidCall(
             f"there is no backend {options.backend!r}: choose one of {', '.join(BACKENDS)}."
         )
-    if options.ape is None:
-        return options
-    size = len(shape.dsa_layers), geometry.kpool, shape.index_dim
-    return replace(options, ape=dense("ape", options.ape, torch.float32, size))
+    if options.ape is not None:
+        size = len(shape.dsa_layers), geometry.kpool, shape.index_dim
+        options = replace(options, ape=dense("ape", options.ape, torch.float32, size))
+    if options.kv_memory is not None:
+        flat = (kv_bytes(geometry, shape, options),)
+        memory = dense("kv_memory", options.kv_memory, torch.uint8, flat)
+        if not memory.is_contiguous():
+            raise InvalidCall("kv_memory skips bytes: pass a contiguous tensor.")
+        options = replace(options, kv_memory=memory)
+    return options
 
 
 def integers(**counts: int) -> list[int]:

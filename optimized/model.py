@@ -1,9 +1,10 @@
 """The hybrid model of docs/model.md in float32, over paged memory.
 
 Batch-invariant bit by bit: what a position computes depends neither on its chunk nor on the
-batch nor on where its prefix came from.  Row-local work runs in tiles of one fixed shape; KDA
-takes the same recurrent step in prefill and decode; index scores are sums of e4m3 products,
-which float64 holds exactly, so no order of summation shows in them.
+batch, on where its prefix came from or on how many ranks compute it.  Row-local work runs in
+tiles of one fixed shape; KDA takes the same recurrent step in prefill and decode, and the same
+products for each head; index scores are sums of e4m3 products, which float64 holds exactly, so
+no order of summation shows in them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optimized.dsa import DsaLayer
+from optimized.groups import Group
 from optimized.kda import KdaLayer
 from optimized.memory.pools import Pools
 from optimized.step import Batch
@@ -21,7 +23,7 @@ from reference.geometry import Geometry, ModelShape
 
 
 class Model:
-    """Runs batches; all that it keeps between them is in the pools."""
+    """Runs batches; all that it keeps between them is in the pools.  `shape` is the rank's."""
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Model:
         shape: ModelShape,
         weights: Weights,
         pools: Pools,
+        group: Group,
         backend: str,
     ) -> None:
         self.geometry = geometry
@@ -41,7 +44,7 @@ class Model:
         self.layers: list[DsaLayer | KdaLayer] = [
             DsaLayer(geometry, shape, weights, pools, layer, dsa[layer], backend)
             if layer in dsa
-            else KdaLayer(shape, weights, layer, kda[layer], backend)
+            else KdaLayer(shape, weights, layer, kda[layer], group, backend)
             for layer in range(shape.layers)
         ]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optimized import addressing, planner
 from optimized.addressing import Array
+from optimized.groups import Group
 from optimized.kernels import gather
 from optimized.kv_rows import KvRows
 from optimized.memory.manager import Memory
@@ -35,6 +36,7 @@ class Steps:
         options: EngineOptions,
         weights: Weights | None,
         memory: Memory,
+        group: Group,
     ) -> None:
         self.geometry = geometry
         self.memory = memory
@@ -44,7 +46,7 @@ class Steps:
         self.model = (
             None
             if weights is None
-            else Model(geometry, shape, weights, memory.pools, options.backend)
+            else Model(geometry, shape, weights, memory.pools, group, options.backend)
         )
         self._plan_width = 0
         width = geometry.selection_width

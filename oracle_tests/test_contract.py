@@ -30,7 +30,7 @@ from oracle_tests.contract_cases import (
     start,
     verify,
 )
-from reference import contract, views
+from reference import contract, handover, views
 from reference.contract import Component, ContractError, Engine, InvalidCall, OutOfMemory
 
 
@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def test_messages_are_frozen_slotted_and_keyword_only() -> None:
     ours = [c for c in vars(contract).values() if inspect.isclass(c)]
-    modules = {contract.__name__, views.__name__}
+    modules = {contract.__name__, handover.__name__, views.__name__}
     messages = [c for c in ours if dataclasses.is_dataclass(c) and c.__module__ in modules]
     assert {c.__name__ for c in messages} >= {
         "Rows",
@@ -61,7 +61,9 @@ def test_the_contract_depends_on_tensors_and_geometry_alone() -> None:
     """Foreign engines implement the contract: it may drag nothing of ours along."""
     standard = {"__future__", "collections.abc", "dataclasses", "enum", "typing"}
     tensors = {"numpy", "numpy.typing", "torch"}
-    assert _imports(contract) - standard == {*tensors, "reference.geometry", "reference.views"}
+    ours = {"reference.geometry", "reference.handover", "reference.views"}
+    assert _imports(contract) - standard == {"torch", *ours}
+    assert _imports(handover) - standard == {*tensors, "reference.views"}
     assert _imports(views) <= standard
 
 
@@ -72,7 +74,10 @@ def _imports(module: ModuleType) -> set[str | None]:
 
 
 METHODS = [
-    name for name in vars(Engine) if not name.startswith("_") and callable(vars(Engine)[name])
+    name
+    for part in (Engine, contract.Handover)
+    for name in vars(part)
+    if not name.startswith("_") and callable(vars(part)[name])
 ]
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from reference.geometry import Geometry, ModelShape
+from reference.handover import Handover as Handover
+from reference.handover import Places as Places
+from reference.handover import Tokens as Tokens
 from reference.views import CachedNode as CachedNode
 from reference.views import HotBufferView as HotBufferView
 from reference.views import HotSnapshot as HotSnapshot
@@ -33,10 +34,6 @@ from reference.views import TierSnapshot as TierSnapshot
 
 Weights = Mapping[str, Tensor]
 """float32 tensors under the names of docs/model.md; an engine may keep them uncopied."""
-
-Tokens = Sequence[int] | NDArray[np.integer[Any]]
-"""Token ids, one int64 each: a list, a tuple or a one-dimensional array of any integer width.
-In a model run each is in 0 .. vocab - 1."""
 
 
 PageOrder = Literal["reuse", "high", "permuted"]
@@ -57,6 +54,7 @@ class Capability(StrEnum):
     RAW = "raw"
     HISPARSE = "hisparse"
     HOST_TIER = "host_tier"
+    TRANSFER = "transfer"
 
 
 class Component(StrEnum):
@@ -164,11 +162,13 @@ class EngineOptions:
         backend: kernels of the optimized engine, by name; "torch" or "triton".
         hisparse: None keeps all KV rows on the device.
         host_tier: None means that `back_up` and `restore` are not offered.
+        kv_memory: [kv_bytes(...)] uint8 in which the engine keeps its KV pool, such as memory
+            that it shares with another process; None lets it allocate its own.
 
     Raises:
         InvalidCall: for a size that has no room for its padding, no request at all, a negative
             seed or an unknown order.  An engine raises it besides for a backend that it does not
-            have, and for an `ape` of another shape.
+            have, and for an `ape` or `kv_memory` of another shape.
     """
 
     pages: int
@@ -181,10 +181,18 @@ class EngineOptions:
     backend: str = "torch"
     hisparse: HiSparse | None = None
     host_tier: HostTier | None = None
+    kv_memory: Tensor | None = None
 
     def __post_init__(self) -> None:
         _require_counts(self, pages=1, state_slots=1, max_requests=1, seed=0)
         _require_choice("page_order", self.page_order, get_args(PageOrder))
+
+
+def kv_bytes(geometry: Geometry, shape: ModelShape, options: EngineOptions) -> int:
+    """Bytes of an engine's KV pool, padding included; under HiSparse it is the host's."""
+    pages = options.hisparse.host_pages if options.hisparse else options.pages
+    rows = len(shape.dsa_layers) * pages * geometry.logical_page_size
+    return rows * geometry.row_format.row_bytes(shape.latent)
 
 
 def components(options: EngineOptions) -> tuple[Component, ...]:
@@ -279,7 +287,7 @@ def proceed(what: str) -> None:
     """Lets a copy of the host tier go on."""
 
 
-class Engine(Protocol):
+class Engine(Handover, Protocol):
     """One engine.  Calls either succeed or raise a ContractError and change nothing.
 
     Tokens and rows are copied on entry, and what a call returns is the caller's own (but `raw`,

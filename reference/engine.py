@@ -7,7 +7,7 @@ stamped run it keeps, instead of a model, the rows that it was handed, by positi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from reference.contract import (
     EngineOptions,
     InvalidCall,
     OutOfMemory,
+    Places,
     RequestId,
     RequestView,
     Rows,
@@ -37,33 +38,7 @@ from reference.geometry import Geometry, ModelShape
 from reference.model import Forward, forward
 from reference.pooling import pooled_rows, tail_rows
 from reference.quant import encode_row, f32_bytes
-
-
-@dataclass(slots=True)
-class _Stamps:
-    """Rows of a stamped request.  `states` holds those of the lengths it may yet stand at."""
-
-    kv: Tensor  # [dsa_layers, n, latent]
-    key: Tensor  # [dsa_layers, n, index_dim]
-    gate: Tensor
-    states: dict[int, Tensor]  # each [kda_layers, state_width]
-
-    @classmethod
-    def empty(cls, shape: ModelShape) -> _Stamps:
-        kv, key = (
-            torch.empty(len(shape.dsa_layers), 0, width)
-            for width in (shape.latent, shape.index_dim)
-        )
-        return cls(kv, key, key, {0: torch.zeros(len(shape.kda_layers), shape.state_width)})
-
-    def write(self, rows: Rows, start: int, states: dict[int, Tensor]) -> None:
-        """Store copies of rows from position `start` on, over what a rejected draft left there.
-        `states` are of the lengths that they reach."""
-        self.kv = torch.cat([self.kv[:, :start], rows.kv], 1)
-        self.key = torch.cat([self.key[:, :start], rows.key], 1)
-        self.gate = torch.cat([self.gate[:, :start], rows.gate], 1)
-        reached = {length: state.clone() for length, state in states.items()}
-        self.states = {start: self.states[start]} | reached
+from reference.stamped import Stamps
 
 
 @dataclass(slots=True)
@@ -72,7 +47,7 @@ class _Request:
     them, until they are accepted or rejected."""
 
     tokens: list[int]
-    stamps: _Stamps
+    stamps: Stamps
     length: int = 0
     drafts: list[int] = field(default_factory=list)
 
@@ -109,7 +84,7 @@ class ReferenceEngine:
                 f"all {self._options.max_requests} request slots are taken: finish, abort or "
                 "retract a request first."
             )
-        self._requests[request] = _Request(prompt, _Stamps.empty(self.shape))
+        self._requests[request] = _Request(prompt, Stamps.empty(self.shape))
         return Admission(hit=0)
 
     def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
@@ -228,6 +203,21 @@ class ReferenceEngine:
 
     def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
         return self.back_up(tokens, before=before)
+
+    def places(self, request: RequestId) -> Places:
+        raise _no_transfer()
+
+    def reserve(self, request: RequestId, tokens: Tokens) -> Places:
+        raise _no_transfer()
+
+    def adopt(self, request: RequestId) -> None:
+        raise _no_transfer()
+
+    def drop(self, request: RequestId) -> None:
+        raise _no_transfer()
+
+    def regions(self) -> Mapping[str, Tensor]:
+        raise _no_transfer()
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
@@ -404,6 +394,10 @@ class ReferenceEngine:
 def _is_integer(value: object) -> bool:
     """Python and numpy count booleans and durations as integers; the contract does not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def _no_transfer() -> InvalidCall:
+    return InvalidCall("the reference engine has no memory to move: check for TRANSFER first.")
 
 
 def _whole(name: str, value: int) -> int:

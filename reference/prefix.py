@@ -79,11 +79,11 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 def writer_of(snapshot: Snapshot) -> dict[int, RequestId]:
     """Who may write each page: a private page's one holder.  Pages of the tree, pages with
     two holders and free pages have no writer, so they are not in the result."""
-    holders = Counter(page for view in snapshot.requests.values() for page in view.pages)
+    holders = Counter(page for view in snapshot.holders.values() for page in view.pages)
     cached = {page for node in snapshot.cached for page in node.pages}
     return {
         page: request
-        for request, view in snapshot.requests.items()
+        for request, view in snapshot.holders.items()
         for page in view.pages
         if holders[page] == 1 and page not in cached
     }
@@ -106,8 +106,8 @@ def judge_requests(snapshot: Snapshot, geometry: Geometry) -> list[str]:
     """Each request by itself: enough pages, all different, none shared that it still has to
     write, and a state that stands for its length."""
     found: list[str] = []
-    slots = [view.slot for view in snapshot.requests.values()]
-    for request, view in snapshot.requests.items():
+    slots = [view.slot for view in snapshot.holders.values()]
+    for request, view in snapshot.holders.items():
         need = pages_for(view.length + view.pending, geometry)
         if len(view.pages) < need:
             found.append(
@@ -180,7 +180,7 @@ def judge_owners(snapshot: Snapshot) -> list[str]:
             found.append(f"page {page} should belong to {owner[page]} alone; {name} holds it too.")
         owner.setdefault(page, name)
     paths = [path.pages for path in cached_prefixes(snapshot.cached).values()]
-    shared = {r: view.pages[: view.shared] for r, view in snapshot.requests.items()}
+    shared = {r: view.pages[: view.shared] for r, view in snapshot.holders.items()}
     for request, pages in shared.items():
         if pages and all(path[: len(pages)] != pages for path in paths):
             found.append(
@@ -202,7 +202,7 @@ def _owners(snapshot: Snapshot) -> Iterator[tuple[str, int]]:
     """(owner, page) for every page that the tree or a request owns, once for each holding."""
     for node in snapshot.cached:
         yield from zip(repeat(f"node {node.node}"), node.pages)
-    for request, view in snapshot.requests.items():
+    for request, view in snapshot.holders.items():
         yield from zip(repeat(f"request {request}"), view.pages[view.shared :])
 
 
@@ -210,7 +210,7 @@ def judge_pages(snapshot: Snapshot, *, pages: int) -> list[str]:
     """Each page of 1 .. pages - 1 is free or held, never both, and counted right; page 0 is
     padding, which nobody holds."""
     held = dict.fromkeys((page for node in snapshot.cached for page in node.pages), 1)
-    for view in snapshot.requests.values():
+    for view in snapshot.holders.values():
         for page in set(view.pages):
             held[page] = held.get(page, 0) + 1
     found = _judge_partition("page", held, snapshot.free_pages, pages)
@@ -226,7 +226,7 @@ def judge_states(snapshot: Snapshot, *, state_slots: int) -> list[str]:
     """Each state slot but padding 0 is free, or a request's, or one checkpoint's, whether the
     tree holds it or the request that took it."""
     held: dict[int, int] = {}
-    views = snapshot.requests.values()
+    views = snapshot.holders.values()
     owned = [[view.state_slot, *view.checkpoints.values()] for view in views]
     for slots in [*owned, *(node.checkpoints.values() for node in snapshot.cached)]:
         for slot in slots:

@@ -82,7 +82,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotBufferView:
-    """The hot buffer of one running request.
+    """The hot buffer of one request.
 
     Fields:
         pages: its device pages, in order.
@@ -142,9 +142,10 @@ class Snapshot:
     """All that an engine says of its memory; copies, never live views.
 
     Fields:
+        requests: those that run; reserved: those whose parts are still to land (`Engine.reserve`).
         free_pages, free_states: ids that nobody owns.
         ref_counts: for each logical page that is not free, how many hold it: the tree (1 if
-            it is cached) plus each running request that reads or owns it.
+            it is cached) plus each request that reads or owns it.
         hits, evicted_pages, reused_pages: totals since the start; a page counts as reused
             when it is handed out again after it was freed.
         hot: None without HiSparse; tier: None without a host tier.
@@ -160,3 +161,9 @@ class Snapshot:
     reused_pages: int = 0
     hot: HotSnapshot | None = None
     tier: TierSnapshot | None = None
+    reserved: Mapping[RequestId, RequestView] = field(default_factory=dict)
+
+    @property
+    def holders(self) -> Mapping[RequestId, RequestView]:
+        """All requests that hold memory."""
+        return {**self.requests, **self.reserved}

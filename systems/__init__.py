@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
 from reference.contract import Capability, EngineFactory, System
 
@@ -37,3 +38,10 @@ def load(name: str) -> System:
     return System(
         name=name, version=version("kvoracle"), factory=factory, capabilities=capabilities
     )
+
+
+def load_ranks() -> ModuleType:
+    """The drain protocol of the optimized engine: DecodeRank and PrefillRank, values whose
+    methods return the next value and actions of `reference.protocol`, and what reduces the
+    contributions of a round."""
+    return import_module("optimized.transfer.ranks")

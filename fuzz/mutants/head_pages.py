@@ -32,7 +32,7 @@ def _in_physical_pages(
     geometry: Geometry,
     shape: Any,
     options: EngineOptions,
-    weights: Any,
+    *weights_and_group: Any,
 ) -> None:
     """Build the engine over pages of physical size, of which as many tokens are there."""
     sizes = {field.name: getattr(geometry, field.name) for field in fields(geometry)}
@@ -40,7 +40,7 @@ def _in_physical_pages(
     more = {
         name: (getattr(options, name) - 1) * geometry.kpool + 1 for name in ("pages", "state_slots")
     }
-    original(engine, PhysicalPages(**sizes), shape, replace(options, **more), weights)
+    original(engine, PhysicalPages(**sizes), shape, replace(options, **more), *weights_and_group)
 
 
 def _head_page_slots(original: Body, geometry: Geometry, table: Any, row: Any, groups: Any) -> Any:
@@ -62,11 +62,11 @@ def page_table_41494(
     geometry: Geometry,
     shape: Any,
     options: EngineOptions,
-    weights: Any,
+    *weights_and_group: Any,
 ) -> None:
     """The tree and the allocator work in physical pages, and pooled keys are put where the page
     of their first token says: four pages, owned by whom it may be, share one index page."""
-    _in_physical_pages(original, self, geometry, shape, options, weights)
+    _in_physical_pages(original, self, geometry, shape, options, *weights_and_group)
     # its addresses are not the reference's, so its raw buffers cannot be judged by those
     self.capabilities -= {Capability.RAW}
 
@@ -90,8 +90,8 @@ def reader_assumes_contiguous_pages(
     geometry: Geometry,
     shape: Any,
     options: EngineOptions,
-    weights: Any,
+    *weights_and_group: Any,
 ) -> None:
     """Pooled keys are written by the new rule on physical pages, but read through every kpool-th
     entry of the page table, divided by kpool, as though those pages lay side by side."""
-    _in_physical_pages(original, self, geometry, shape, options, weights)
+    _in_physical_pages(original, self, geometry, shape, options, *weights_and_group)

@@ -43,6 +43,7 @@ MODULES = (
     "host_rows",
     "hot_pages",
     "restoring",
+    "drain",
 )
 """Files of this package that hold mutants, in the order of the report."""
 
@@ -60,8 +61,9 @@ class Mutant:
         sentence: what the faulty engine does.
         patches: dotted names of the functions that it replaces, each with its stand-in.
         killed_by: the oracles that may find it first.
-        target: the fuzz target that should find it.
+        target: the fuzz target that should find it; "drain" is the exhaustive search.
         payload: the kind of run in which it shows.
+        bounds: of the exhaustive search, by its name in `fuzz.explore.bounds`.
         needs: "address" where it shows only at addresses beyond any pool's size: then it is
             killed by comparing addresses, without memory (`fuzz.mutants.report`).
         equivalence: the test that proves that it cannot matter; None for those to be killed.
@@ -74,6 +76,7 @@ class Mutant:
     killed_by: tuple[str, ...]
     target: str
     payload: Payload
+    bounds: str
     needs: Literal["address"] | None
     equivalence: str | None
 
@@ -112,6 +115,7 @@ def mutant(
     also: Mapping[str, Body] = MappingProxyType({}),
     target: str = "prefix_split",
     payload: Payload = "stamped",
+    bounds: str = "",
     needs: Literal["address"] | None = None,
     equivalence: str | None = None,
 ) -> Callable[[Body], Body]:
@@ -130,6 +134,7 @@ def mutant(
             killed_by=killed_by,
             target=target,
             payload=payload,
+            bounds=bounds,
             needs=needs,
             equivalence=equivalence,
         )

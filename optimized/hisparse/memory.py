@@ -76,9 +76,9 @@ class HiSparseMemory(Memory):
         )
         return BackedPages(options, hosts, scrub=self.pools.scrub_index)
 
-    def admit(self, request: RequestId, tokens: Array) -> Request:
+    def admit(self, request: RequestId, tokens: Array, *, share: bool = True) -> Request:
         self.hot.require_room()
-        record = super().admit(request, tokens)
+        record = super().admit(request, tokens, share=share)
         self.hot.admit(record.slot)
         return record
 
@@ -92,11 +92,14 @@ class HiSparseMemory(Memory):
     def share(self, record: Request) -> None:
         """As without HiSparse, once the host has the newest row: a page that is cached is never
         written again, and one that is freed as a duplicate may be another's next."""
+        self.settle(record)
+        super().share(record)
+
+    def settle(self, record: Request) -> None:
         slots = np.array([record.slot])
         newest = self.table.length[slots] - 1
         self.hot.back_up(slots, newest, self.host_rows(slots, newest))
         self.hot.backups.drain()
-        super().share(record)
 
     def release(self, record: Request) -> None:
         self.hot.release(record.slot)

@@ -15,9 +15,9 @@ from optimized import addressing
 from optimized.addressing import Array
 from optimized.kernels import gather
 from optimized.kv_rows import KvRows, PagedRows
-from optimized.memory.allocator import Allocator
+from optimized.memory.allocator import PADDING, Allocator
 from optimized.memory.pools import Pools
-from optimized.memory.prefix_tree import EMPTY, Node, PrefixTree
+from optimized.memory.prefix_tree import EMPTY, Match, Node, PrefixTree
 from optimized.memory.requests import Request, RequestTable
 from optimized.planner import DecodePlan
 from reference.contract import (
@@ -70,15 +70,15 @@ class Memory:
             option="pages",
         )
 
-    def admit(self, request: RequestId, tokens: Array) -> Request:
-        """Enter a request with the cached prefix that it shares; its state is a copy of the
-        hit's checkpoint, or zeros."""
+    def admit(self, request: RequestId, tokens: Array, *, share: bool = True) -> Request:
+        """Enter a request with the cached prefix that it shares, if it may; its state is a copy
+        of the hit's checkpoint, or zeros."""
         if not self.rings.available:
             raise OutOfMemory(
                 f"request {request} finds all {self.rings.counts.size - 1} request slots taken: "
                 "finish, abort or retract a request, or raise max_requests."
             )
-        match = self.tree.match(tokens)
+        match = self.tree.match(tokens) if share else Match(self.tree.root, 0, PADDING)
         self.tree.lock(match.node)
         try:
             self.make_room(states=1)
@@ -156,8 +156,13 @@ class Memory:
         self.pools.copy_state(int(self.table.state[record.slot]), record.checkpoints[length])
 
     def complete(self, record: Request) -> None:
-        """Note that all of a request's prompt is stored."""
-        self.share(record)
+        """Note that all of a request's prompt is stored.  One whose pages are being read stays
+        as it is where sharing would free some of them."""
+        if not (record.placed and self._has_duplicates(record)):
+            self.share(record)
+
+    def settle(self, record: Request) -> None:
+        """See to it that the KV pool has all rows of a request."""
 
     def share(self, record: Request) -> None:
         """Cache the request's whole pages up to its last checkpoint, with its checkpoints, and
@@ -175,6 +180,13 @@ class Memory:
         self.tree.lock(cached.node)
         self.tree.unlock(record.node)
         record.node, record.shared = cached.node, len(cached.pages)
+
+    def _has_duplicates(self, record: Request) -> bool:
+        """Whether pages that a request would share are cached already, as others."""
+        slot, table = record.slot, self.table
+        length = max(record.checkpoints, default=0)
+        _, cached = self.tree.cached_part(table.tokens[slot, :length])
+        return not np.array_equal(cached, table.pages[slot, : len(cached)])
 
     def _switch(self, own: Array, cached: Array) -> None:
         """Let the page table read the cached pages, and free the duplicates."""
@@ -223,7 +235,7 @@ class Memory:
         """Page tables, owners and counts, copied."""
         counts = enumerate(self.pages.counts.tolist())
         return Snapshot(
-            requests={r.id: self._view(r) for r in self.table.by_id.values()},
+            requests=self._views(reserved=False),
             cached=tuple(_cached(node) for node in self.tree.nodes()),
             free_pages=self.pages.free_ids(),
             free_states=self.states.free_ids(),
@@ -231,7 +243,12 @@ class Memory:
             hits=self.hits,
             evicted_pages=self.tree.evicted_pages,
             reused_pages=self.pages.reused,
+            reserved=self._views(reserved=True),
         )
+
+    def _views(self, *, reserved: bool) -> dict[RequestId, RequestView]:
+        records = self.table.by_id.values()
+        return {r.id: self._view(r) for r in records if r.reserved is reserved}
 
     def _view(self, record: Request) -> RequestView:
         slot, table = record.slot, self.table

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from optimized.memory.allocator import Ids
-from reference.contract import EngineOptions
+from reference.contract import EngineOptions, kv_bytes
 from reference.geometry import Geometry, ModelShape
 
 POISON = 0xFF
@@ -31,13 +31,14 @@ class Pools:
 
     def __init__(self, geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
         layers, rings = len(shape.dsa_layers), options.max_requests + 1
-        kv_pages = options.hisparse.host_pages if options.hisparse else options.pages
-        kv_rows = kv_pages * geometry.logical_page_size
+        kv = options.kv_memory
+        if kv is None:
+            kv = torch.zeros(kv_bytes(geometry, shape, options), dtype=torch.uint8)
         row_bytes = geometry.row_format.row_bytes(shape.latent)
         page_bytes = geometry.index_page_bytes(shape.index_dim)
         self._poison = options.poison
         self._page_size = geometry.logical_page_size
-        self.kv = torch.zeros(layers, kv_rows, row_bytes, dtype=torch.uint8)
+        self.kv = kv.view(layers, -1, row_bytes)
         self.index = torch.zeros(layers, options.pages, page_bytes, dtype=torch.uint8)
         self.state = torch.zeros(options.state_slots, len(shape.kda_layers), shape.state_width)
         self.ring = torch.zeros(

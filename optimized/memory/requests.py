@@ -1,4 +1,4 @@
-"""The running requests, as a structure of arrays indexed by ring slot.
+"""The requests, as a structure of arrays indexed by ring slot.
 
 Decode asks the same few numbers of every request of a batch, so they are columns; what only the
 life cycle needs is in a record of its own.
@@ -18,7 +18,7 @@ from reference.contract import RequestId
 
 @dataclass(slots=True)
 class Request:
-    """What one running request holds.
+    """What one request holds.
 
     Fields:
         slot: its ring row, and its row in the tables.
@@ -26,6 +26,8 @@ class Request:
         checkpoints: prefix length to state slot, of those that the tree does not have yet.
         draft_states: [n, kda_layers, state_width] KDA state after each draft of a verify that
             waits for `accept`.
+        placed: another engine may be reading its pages, so they must stay its own.
+        reserved: its parts are still to come from another engine; it does not run.
     """
 
     id: RequestId
@@ -34,10 +36,12 @@ class Request:
     shared: int
     checkpoints: dict[int, int] = field(default_factory=dict)
     draft_states: Tensor | None = None
+    placed: bool = False
+    reserved: bool = False
 
 
 class RequestTable:
-    """Columns of all running requests; row 0 is padding.
+    """Columns of all requests; row 0 is padding.
 
     Fields:
         tokens: [slots, columns] token ids, pending drafts behind the known ones.

@@ -1,0 +1,1 @@
+"""Interleavings of the drain protocol: a world in which they happen, and searches through them."""
