@@ -46,6 +46,15 @@ def events(world: World, state: State) -> list[Event]:
     return found
 
 
+def fair(world: World, state: State, event: Event) -> bool:
+    """Whether a fair run takes such an event in the end.  A timeout is none of the faults where
+    nothing else can come."""
+    if event.kind is Kind.EXPIRE:
+        around = world.around(state)
+        return bool(around.dead) or around.broken
+    return event.kind < Kind.CANCEL_D
+
+
 def _may(world: World, around: Around, fault: Kind) -> bool:
     """Whether this may go wrong."""
     bounds = world.bounds

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from concurrent.futures import as_completed
+from contextlib import nullcontext
 
 import msgspec
 
 import systems
+from fuzz import mutants
 from fuzz.explore.search import Found, Search
 from fuzz.explore.words import Bounds
 from fuzz.explore.world import World
@@ -31,7 +33,7 @@ def explore(bounds: Bounds, *, limit: int, mutant: str | None = None) -> Found:
     """Search one share in this process, with a mutant's fault in the protocol if one is named."""
     gc.disable()  # millions of tuples, and no cycle among them
     try:
-        with planted(mutant):
+        with mutants.find(mutant).applied() if mutant else nullcontext():
             return Search(World(bounds, systems.load_ranks())).run(limit=limit)
     finally:
         gc.enable()

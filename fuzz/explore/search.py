@@ -15,10 +15,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from fuzz.explore.choices import eager, events
+from fuzz.explore.choices import eager, events, fair
 from fuzz.explore.judged import Court
+from fuzz.explore.minimise import followed
 from fuzz.explore.symmetry import Symmetry
-from fuzz.explore.words import Event, Kind
+from fuzz.explore.words import Event
 from fuzz.explore.world import State, World
 from reference.drain import Clause, Violation
 
@@ -85,8 +86,7 @@ class Search:
         return self._found(depth, True, self._why(stuck), self.run_to(stuck))
 
     def run_to(self, number: int) -> tuple[Event, ...]:
-        """The events by which a state was first reached.  With symmetry, names of ranks may change
-        on the way."""
+        """The events by which a state was first reached, each with the names of its own state."""
         run: list[Event] = []
         while self.parent[number] >= 0:
             event = self.how[number]
@@ -108,17 +108,9 @@ class Search:
             self.states.append(state)
             self.parent.append(parent)
             self.how.append(event)
-        if event is not None and self._fair(parent, number, event):
+        if event is not None and fair(self.world, self.states[parent][:-1], event):
             self.sources.append(parent)
             self.targets.append(number)
-
-    def _fair(self, before: int, after: int, event: Event) -> bool:
-        """Whether a fair run takes such an event in the end.  A timeout is no fault where nothing
-        else can come."""
-        if event.kind is not Kind.EXPIRE:
-            return event.kind < Kind.CANCEL_D
-        spent = [self.world.around(self.states[n][:-1]).faults for n in (before, after)]
-        return spent[0] == spent[1]
 
     def _stuck(self) -> int | None:
         """The first state from which no fair run comes to a good rest."""
@@ -177,5 +169,5 @@ class Search:
             fixpoint=fixpoint,
             clause=violation and violation.clause.value,
             sentence=violation.sentence if violation else "",
-            run=run,
+            run=followed(self.court, self.symmetry, run) if self.reduce else run,
         )

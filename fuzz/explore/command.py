@@ -1,0 +1,165 @@
+"""What `kvoracle explore` does: an exhaustive search, then runs beyond it if time is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+
+import systems
+from fuzz import mutants
+from fuzz.explore.draw import drawn
+from fuzz.explore.judged import Court
+from fuzz.explore.minimise import minimised
+from fuzz.explore.parallel import explore_all, shares
+from fuzz.explore.schedule import Pct, Random, Scheduler, Walk, replay
+from fuzz.explore.search import Found
+from fuzz.explore.words import Bounds, Event
+from fuzz.explore.world import World
+from fuzz.terminal import Tick
+from reference.drain import Violation
+
+
+class Walked(msgspec.Struct, frozen=True, kw_only=True):
+    """Single runs: how many, how many a second and core, and the first that is bad."""
+
+    scheduler: str
+    runs: int
+    seconds: float
+    events: int
+    run: tuple[Event, ...] = ()
+
+    @property
+    def a_second(self) -> float:
+        """Runs a second, on one core."""
+        return self.runs / self.seconds
+
+
+class Explored(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `kvoracle explore`.
+
+    Fields:
+        found: by the exhaustive search, in so many `seconds` on so many `processes`.
+        walked: runs beyond it.
+        clause, sentence: what is broken, if anything is; `diagram` is a short run to it.
+    """
+
+    bounds: Bounds
+    found: Found
+    seconds: float
+    processes: int
+    walked: tuple[Walked, ...]
+    clause: str | None
+    sentence: str
+    events: int
+    diagram: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Everything within the bounds was looked at, and nothing is broken."""
+        return self.clause is None and self.found.fixpoint
+
+
+def explored(
+    bounds: Bounds,
+    *,
+    processes: int,
+    limit: int,
+    mutant: str | None,
+    seconds: int,
+    seed: int,
+    tick: Tick,
+) -> Explored:
+    """Search `bounds` exhaustively, then walk at random and by PCT for so many seconds each."""
+    began = time.perf_counter()
+    parts = shares(bounds) if processes > 1 and not mutant else [bounds]
+    found = explore_all(parts, processes=processes, limit=limit, mutant=mutant, tick=tick)
+    took = time.perf_counter() - began
+    walked: list[Walked] = []
+    clause, run = found.clause, found.run
+    with mutants.find(mutant).applied() if mutant else nullcontext():
+        court = Court(World(bounds, systems.load_ranks()))
+        if seconds and not clause:
+            for scheduler in (Random(seed), Pct(seed, depth=3)):
+                one, bad = walk(court, scheduler, seconds)
+                walked.append(one)
+                if bad is not None:
+                    clause, run = bad.clause.value, one.run
+                    break
+        end = _shortest(court, run, clause) if clause else None
+    return Explored(
+        bounds=bounds,
+        found=found,
+        seconds=took,
+        processes=processes,
+        walked=tuple(walked),
+        clause=clause,
+        sentence=end[1] if end else "",
+        events=len(end[0]) if end else 0,
+        diagram=tuple(drawn(court.world, end[0])) if end else (),
+    )
+
+
+def walk(court: Court, scheduler: Scheduler, seconds: int) -> tuple[Walked, Violation | None]:
+    """Runs for so many seconds, up to the first that breaks a clause."""
+    path, number, events = Walk(court), 0, 0
+    began = time.perf_counter()
+    bad, run = None, ()
+    while bad is None and time.perf_counter() - began < seconds:
+        one = path.run(scheduler, number)
+        number, events, bad = number + 1, events + len(one.events), one.violation
+        run = one.events if bad else ()
+    took = time.perf_counter() - began
+    name = type(scheduler).__name__.lower()
+    return Walked(scheduler=name, runs=number, seconds=took, events=events, run=run), bad
+
+
+def _shortest(court: Court, run: tuple[Event, ...], clause: str) -> tuple[tuple[Event, ...], str]:
+    """A short run that breaks the clause, and the judge's sentence of it."""
+    if replay(court, run).violation is None:
+        # liveness: nothing breaks on the way, it is what never comes
+        end = replay(court, run)
+        violation = court.finish(end.state[-1])
+        return end.events, violation.sentence if violation else "no fair run from here ends"
+    short = minimised(court, run, clause)
+    assert short.violation is not None, "minimising keeps the violation"
+    return short.events, short.violation.sentence
+
+
+def shown(result: Explored) -> Iterator[RenderableType]:
+    """The result for a terminal."""
+    bounds, found, topology = result.bounds, result.found, result.bounds.topology
+    yield (
+        f"{len(topology.writers)} ranks of D, {len(bounds.rooms)} requests for {bounds.slots} "
+        f"destinations, {topology.pieces + 1} components, data in {bounds.parts} parts, "
+        f"{bounds.completion.name.lower()} completion, faults {bounds.faults}, aborts "
+        f"{bounds.aborts}"
+    )
+    table = Table("states", "transitions", "depth", "fixpoint", "seconds", "processes")
+    end = "reached" if found.fixpoint else "no"
+    table.add_row(
+        f"{found.states:,}",
+        f"{found.transitions:,}",
+        f"{found.depth}",
+        end,
+        f"{result.seconds:.1f}",
+        f"{result.processes}",
+    )
+    yield table
+    for walked in result.walked:
+        yield (
+            f"{walked.scheduler}: {walked.runs:,} runs, {walked.events:,} events, "
+            f"{walked.a_second:,.0f} runs a second and core"
+        )
+    if result.clause:
+        yield f"{result.clause}: {result.sentence}"
+        yield f"in {result.events} events:"
+        yield from result.diagram
+    elif found.fixpoint:
+        yield "No clause breaks in any run, and every fair run comes to rest with nothing left."
+    else:
+        yield "The search stopped at its limit of states: raise --limit, or lower the bounds."

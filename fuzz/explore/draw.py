@@ -1,0 +1,144 @@
+"""A run as a space-time diagram: a column for each process, a line for each event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuzz.explore.words import Envelope, Event, Flight, Kind
+from fuzz.explore.world import World
+from reference.protocol import Peer, Side, TransferKey
+
+WIDTH = 9
+"""Characters of a column."""
+
+
+def drawn(world: World, run: tuple[Event, ...]) -> Iterator[str]:
+    """The lines of a diagram, headings first."""
+    peers = (*world.writers, *world.decoders)
+    place = {peer: column for column, peer in enumerate(peers)}
+    yield "".join(_name(peer).center(WIDTH) for peer in peers)
+    for event in run:
+        ends = [place[peer] for peer in _ends(world, event)]
+        yield f"{_line(len(peers), ends)}  {sentence(world, event)}"
+
+
+def _line(columns: int, ends: list[int]) -> str:
+    """Bars for processes, a star where something happens, an arrow between two."""
+    cells = ["|".center(WIDTH) for _ in range(columns)]
+    for end in ends:
+        cells[end] = "*".center(WIDTH)
+    line = list("".join(cells))
+    if len(ends) == 2:
+        start, stop = (end * WIDTH + WIDTH // 2 for end in ends)
+        step = 1 if stop > start else -1
+        for at in range(start + step, stop, step):
+            line[at] = "-"
+        line[stop] = ">" if step > 0 else "<"
+    return "".join(line)
+
+
+def _ends(world: World, event: Event) -> tuple[Peer, ...]:
+    """The processes that an event is about: where it starts, and where it ends."""
+    what, decoders = event.what, world.decoders
+    match event.kind:
+        case Kind.DELIVER | Kind.DOUBLE | Kind.LOSE:
+            return _from(what), what.to
+        case Kind.ARRIVE:
+            return what.writer, what.to
+        case Kind.SETTLE:
+            return (what.writer,)
+        case Kind.BREAK:
+            return (what[0].writer,)
+        case Kind.KILL:
+            return (what,)
+        case Kind.TAKE | Kind.PREPARE | Kind.CANCEL_P:
+            return (world.writers[event.rank],)
+        case Kind.NOTICE if what.side is Side.DECODE:
+            return (world.writers[event.rank],)
+        case Kind.ADVERTISE | Kind.END_READING | Kind.RETRY | Kind.NOTICE | Kind.FENCE:
+            return (decoders[event.rank],)
+        case Kind.CANCEL_D | Kind.EXPIRE:
+            return (decoders[event.rank],)
+        case Kind.ROUND_P | Kind.SUBMIT_P | Kind.RELAY_P:
+            return world.writers if len(world.writers) != 2 else world.writers[:1]
+        case _:
+            return decoders if len(decoders) != 2 else decoders[:1]
+
+
+def _from(envelope: Envelope) -> Peer:
+    message = envelope.message
+    return message.at if hasattr(message, "at") else message.writer
+
+
+def sentence(world: World, event: Event) -> str:
+    """What happens, in words."""
+    what, rank = event.what, event.rank
+    match event.kind:
+        case Kind.SUBMIT_D:
+            return "the next request comes to D"
+        case Kind.SUBMIT_P:
+            return "the next request comes to P"
+        case Kind.ROUND_D:
+            return "the ranks of D reduce, and reserve for whoever waits"
+        case Kind.ROUND_P:
+            return "the ranks of P reduce"
+        case Kind.ADVERTISE:
+            return f"D{rank} offers {_key(what)}"
+        case Kind.TAKE:
+            return f"P{rank} takes its next piece"
+        case Kind.PREPARE:
+            return f"P{rank} has {_piece(world, what.piece)} of {_key(what.key)} ready"
+        case Kind.ARRIVE:
+            return f"{_flight(world, what)} lands, part {what.parts + 1}"
+        case Kind.SETTLE:
+            return f"{_flight(world, what)} settles"
+        case Kind.DELIVER:
+            return f"{_message(what)} comes"
+        case Kind.DOUBLE:
+            return f"{_message(what)} comes, and will come again"
+        case Kind.LOSE:
+            return f"{_message(what)} is lost"
+        case Kind.RETRY:
+            return f"D{rank} says again what it said of {_key(what)}"
+        case Kind.END_READING:
+            return f"D{rank} has read {_key(what)}"
+        case Kind.RELAY_D:
+            return f"D is told to give {_key(what)} up"
+        case Kind.RELAY_P:
+            return f"P is told to give request {what} up"
+        case Kind.NOTICE:
+            return f"{_name(what)} is seen to be gone"
+        case Kind.FENCE:
+            return f"D{rank} has proof that the writes of {_name(what)} are over"
+        case Kind.GIVE_UP:
+            return f"the router gives request {what} up"
+        case Kind.CANCEL_D:
+            return f"D{rank} gives {_key(what)} up"
+        case Kind.CANCEL_P:
+            return f"P{rank} gives request {what} up"
+        case Kind.EXPIRE:
+            return f"D{rank} has waited too long for {_key(what)}"
+        case Kind.BREAK:
+            return f"{_flight(world, what[0])} ends as {what[1].name}"
+        case Kind.KILL:
+            return f"{'D' if what.side is Side.DECODE else _name(what)} dies"
+
+
+def _name(peer: Peer) -> str:
+    return f"{'D' if peer.side is Side.DECODE else 'P'}{peer.rank}"
+
+
+def _key(key: TransferKey) -> str:
+    return f"room {key.room}.{key.generation}"
+
+
+def _piece(world: World, piece: int) -> str:
+    return "the aux row" if piece == world.bounds.topology.pieces else f"piece {piece}"
+
+
+def _flight(world: World, flight: Flight) -> str:
+    return f"{_piece(world, flight.piece)} of {_key(flight.key)}"
+
+
+def _message(envelope: Envelope) -> str:
+    return f"{type(envelope.message).__name__} {_key(envelope.message.key)}"
