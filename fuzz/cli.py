@@ -342,6 +342,11 @@ def explore(
         Plant this fault first.
     """
     check_writable(json)
+    if mutant and mutants.find(mutant).target != "drain":
+        raise UsageError(
+            f"{mutant} is a fault of an engine: plant it with `kvoracle fuzz "
+            f"{mutants.find(mutant).target} --mutant {mutant}`."
+        )
     try:
         bounds = named_bounds.bounds(
             ranks=ranks,

@@ -113,14 +113,15 @@ def _relays(world: World, state: State) -> Iterator[Event]:
     """What the router tells an instance of requests that somebody gave up, and D's timeouts where
     no writer will answer."""
     around = world.around(state)
-    told: dict[TransferKey, None] = {}
-    for me in world.decoders:
-        here = world.decode_rank(state, me.rank)
-        for t in here.transfers if here is not None else ():
-            given_up = around.reserved[t.key.generation - 1] in around.given_up
-            if t.phase in BEFORE_LIVE and (given_up or _hopeless(world, state, t)):
-                told[t.key] = None
-    yield from (Event(Kind.RELAY_D, 0, key) for key in told)
+    ranks = [world.decode_rank(state, me.rank) for me in world.decoders]
+    for column in zip(*(here.transfers for here in ranks if here is not None), strict=True):
+        key = column[0].key
+        given_up = around.reserved[key.generation - 1] in around.given_up
+        # once a rank of D has failed, the others learn it in the next round
+        if all(t.phase in BEFORE_LIVE for t in column) and (
+            given_up or any(_hopeless(world, state, t) for t in column)
+        ):
+            yield Event(Kind.RELAY_D, 0, key)
     alive = [world.prefill(state, writer.rank) for writer in world.writers]
     sources = [s for prefill in alive if prefill for s in prefill.rank.sources if not s.failed]
     for request in sorted({s.id for s in sources} & around.given_up):

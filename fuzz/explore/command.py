@@ -16,8 +16,8 @@ from fuzz.explore.draw import drawn
 from fuzz.explore.judged import Court
 from fuzz.explore.minimise import minimised
 from fuzz.explore.parallel import explore_all, shares
-from fuzz.explore.schedule import Pct, Random, Scheduler, Walk, replay
-from fuzz.explore.search import Found
+from fuzz.explore.schedule import Pct, Random, Scheduler, Walk
+from fuzz.explore.search import Found, shortest
 from fuzz.explore.words import Bounds, Event
 from fuzz.explore.world import World
 from fuzz.terminal import Tick
@@ -120,12 +120,7 @@ def walk(court: Court, scheduler: Scheduler, seconds: int) -> tuple[Walked, Viol
 
 def _shortest(court: Court, run: tuple[Event, ...], clause: str) -> tuple[tuple[Event, ...], str]:
     """A short run that breaks the clause, and the judge's sentence of it."""
-    if replay(court, run).violation is None:
-        # liveness: nothing breaks on the way, it is what never comes
-        end = replay(court, run)
-        violation = court.finish(end.state[-1])
-        return end.events, violation.sentence if violation else "no fair run from here ends"
-    short = minimised(court, run, clause)
+    short = shortest(court.world, minimised(court, run, clause))
     assert short.violation is not None, "minimising keeps the violation"
     return short.events, short.violation.sentence
 

@@ -11,6 +11,8 @@ from fuzz.explore.symmetry import Symmetry, renamed
 from fuzz.explore.words import Event
 from reference.drain import Violation
 
+LIVENESS = {"L1", "L2", "L5"}
+
 
 def minimised(court: Court, run: Sequence[Event], clause: str) -> Run:
     """A short run that breaks `clause`, and from which no single event can be left out.
@@ -18,31 +20,35 @@ def minimised(court: Court, run: Sequence[Event], clause: str) -> Run:
     Raises:
         ValueError: where `run` itself does not break it.
     """
-    best = replay(court, run)
-    if not _breaks(best, clause):
+    best = replay(court, run, to_rest=clause in LIVENESS)
+    if not breaks(best, clause):
         raise ValueError(f"The run does not break {clause}: minimise one that does.")
     size = max(1, len(best.events) // 2)
-    while True:
+    while size:
         shorter = _without(court, best, size, clause)
-        if shorter is not None:
-            best = shorter
-        elif size > 1:
+        if shorter is None:
             size //= 2
         else:
-            return best
+            best = shorter
+    return best
 
 
 def _without(court: Court, run: Run, size: int, clause: str) -> Run | None:
     """A shorter run, with `size` events in a row left out."""
     for at in range(len(run.events) - size, -1, -1):
-        tried = replay(court, run.events[:at] + run.events[at + size :])
-        if _breaks(tried, clause) and len(tried.events) < len(run.events):
+        tried = replay(court, run.events[:at] + run.events[at + size :], to_rest=clause in LIVENESS)
+        if breaks(tried, clause) and len(tried.events) < len(run.events):
             return tried
     return None
 
 
-def _breaks(run: Run, clause: str) -> bool:
-    return run.violation is not None and run.violation.clause.value == clause
+def breaks(run: Run, clause: str) -> bool:
+    """Whether a run breaks `clause`.  L1, L2 and L5 are one: which of them is named depends on who
+    is looked at first among those that are left waiting."""
+    if run.violation is None:
+        return False
+    found = run.violation.clause.value
+    return found == clause or {found, clause} <= LIVENESS
 
 
 def followed(court: Court, symmetry: Symmetry, run: Sequence[Event]) -> tuple[Event, ...]:

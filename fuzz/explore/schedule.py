@@ -21,7 +21,9 @@ from reference.drain import Violation
 
 
 class Scheduler(Protocol):
-    """Decides what happens next."""
+    """Decides what happens next; a fair one keeps nothing waiting for ever."""
+
+    fair: bool
 
     def begin(self, run: int) -> None:
         """Start run number `run`, which with the scheduler's seed decides everything."""
@@ -42,9 +44,13 @@ class Run(NamedTuple):
 
 
 class Random:
-    """All events alike, except that what is unlucky is rare."""
+    """All events alike, except that what is unlucky is rare, and ends: an abort that comes by
+    chance must not be what helps a run to its end."""
 
-    def __init__(self, seed: int, *, unlucky: float = 0.05) -> None:
+    fair = True
+    LUCKY_FROM = 60
+
+    def __init__(self, seed: int, *, unlucky: float = 0.1) -> None:
         self.seed = seed
         self.unlucky = unlucky
 
@@ -53,7 +59,7 @@ class Random:
 
     def choose(self, found: Sequence[Event], fair: Sequence[Event], step: int) -> Event:
         draw = self.draw.random
-        among = found if draw() < self.unlucky else fair
+        among = found if step < self.LUCKY_FROM and draw() < self.unlucky else fair
         return among[int(draw() * len(among))]
 
     def done(self, steps: int) -> None:
@@ -63,6 +69,8 @@ class Random:
 class Pct:
     """Priorities for actors, and `depth` - 1 points at which the running one's falls.  A run is
     taken to be as long as the longest before it."""
+
+    fair = False
 
     def __init__(self, seed: int, *, depth: int) -> None:
         self.seed = seed
@@ -110,9 +118,9 @@ class Walk:
         self.court = court
         self._next: dict[State, tuple[list[Event], list[Event], dict[Event, State]]] = {}
 
-    def run(self, scheduler: Scheduler, number: int, *, most: int = 2_000) -> Run:
-        """One run to its end, or until a clause breaks; one of `most` steps is cut short, and what
-        it left undone is not judged."""
+    def run(self, scheduler: Scheduler, number: int, *, most: int = 1_000) -> Run:
+        """One run to its end, or until a clause breaks.  One of `most` steps goes round in circles
+        if the scheduler is fair, and is judged as if it had ended; else it was cut short."""
         scheduler.begin(number)
         state, done = self.court.start(), []
         for step in range(most):
@@ -129,7 +137,7 @@ class Walk:
                 except Violation as violation:
                     return Run(tuple(done), state, violation)
             state = after
-        return Run(tuple(done), state)
+        return Run(tuple(done), state, self.court.finish(state[-1]) if scheduler.fair else None)
 
     def _choices(self, state: State) -> tuple[list[Event], list[Event], dict[Event, State]]:
         choices = self._next.get(state)
@@ -143,8 +151,9 @@ class Walk:
         return choices
 
 
-def replay(court: Court, wanted: Sequence[Event]) -> Run:
-    """The run of these events, without those that may not happen by then."""
+def replay(court: Court, wanted: Sequence[Event], *, to_rest: bool = False) -> Run:
+    """The run of these events, without those that may not happen by then.  With `to_rest`, what a
+    fair run does from there on is judged at its end, and is no part of `events`."""
     state, done = court.start(), []
     for event in wanted:
         if event not in events(court.world, state[:-1]):
@@ -154,4 +163,18 @@ def replay(court: Court, wanted: Sequence[Event]) -> Run:
             state = court.happen(state, event)
         except Violation as violation:
             return Run(tuple(done), state, violation)
-    return Run(tuple(done), state)
+    return Run(tuple(done), state, _rested(court, state) if to_rest else None)
+
+
+def _rested(court: Court, state: State, *, most: int = 500) -> Violation | None:
+    """What is wrong once everything fair has happened, the most ordinary first."""
+    for _ in range(most):
+        found = events(court.world, state[:-1])
+        ordinary = next((e for e in found if fair(court.world, state[:-1], e)), None)
+        if ordinary is None:
+            break
+        try:
+            state = court.happen(state, ordinary)
+        except Violation as violation:
+            return violation
+    return court.finish(state[-1])

@@ -17,7 +17,8 @@ import numpy as np
 
 from fuzz.explore.choices import eager, events, fair
 from fuzz.explore.judged import Court
-from fuzz.explore.minimise import followed
+from fuzz.explore.minimise import LIVENESS, breaks, followed
+from fuzz.explore.schedule import Run, replay
 from fuzz.explore.symmetry import Symmetry
 from fuzz.explore.words import Event
 from fuzz.explore.world import State, World
@@ -171,3 +172,16 @@ class Search:
             sentence=violation.sentence if violation else "",
             run=followed(self.court, self.symmetry, run) if self.reduce else run,
         )
+
+
+def shortest(world: World, bad: Run, *, limit: int = 20_000, live: int = 200_000) -> Run:
+    """The shortest run that breaks the same clause as `bad`, if a search of so many states finds
+    one that is shorter; no event can be left out of either, but `bad` may have come another way.
+    What breaks liveness shows only at the fixpoint, for which `live` states are looked at."""
+    assert bad.violation is not None, "a good run has nothing to show"
+    lively = bad.violation.clause.value in LIVENESS
+    found = Search(world, reduce=lively).run(limit=live if lively else limit)
+    if found.clause is None or len(found.run) >= len(bad.events):
+        return bad
+    best = replay(Court(world), found.run, to_rest=lively)
+    return best if breaks(best, bad.violation.clause.value) else bad

@@ -46,7 +46,7 @@ def ack_on_receipt_of_abort(original, self):
     return self, (Send(self.to, Ack(self.key, self.me)),)
 
 
-@drain(OUTGOING + "prepared", kills=("S3", "S4"))
+@drain(OUTGOING + "prepared", kills=("S3", "S4", "S8"))
 def outstanding_until_posted(original, self, piece):
     """A piece is no longer outstanding once it is posted."""
     after, actions = original(self, piece)
@@ -69,7 +69,7 @@ def not_counted_at_dequeue(original, self, piece):
     return self, original(self, piece)[1]
 
 
-@drain(OUTGOING + "_shut", kills=("S3",))
+@drain(OUTGOING + "_shut", kills=("S3", *LIVENESS))
 def acks_without_closing(original, self):
     """A writer acknowledges without closing the key."""
     return self
@@ -86,7 +86,7 @@ def posts_after_close(original, self, piece):
     return after._replace(closed=self.closed), actions
 
 
-@drain(OUTGOING + "settled", kills=("S3",))
+@drain(OUTGOING + "settled", kills=("S3", *LIVENESS))
 def poison_ignored(original, self, piece, outcome):
     """A write that broke counts as ended, though its bytes may still land."""
     after, actions = original(self, piece, outcome)
@@ -164,10 +164,13 @@ def abort_of_unknown_key_forgotten(original, self, message):
     ), actions
 
 
-@drain(RANKS + "PrefillRank._forget", kills=("S1", "S4"), bounds="reuse")
-def floor_forgotten(original, self, offer):
-    """A writer drops its record of what is over at D, and the floor that stands in for it."""
-    return original(self, offer)._replace(floors=self.floors)
+@drain(RANKS + "PrefillRank._each", kills=("S1", "S3", "S4"), bounds="reuse")
+def closed_keys_forgotten(original, self, turns):
+    """A writer forgets a key as soon as nothing of it is left, and serves a late offer of it."""
+    after, actions = original(self, turns)
+    return after._replace(
+        transfers=tuple(t for t in after.transfers if t.busy or t.stained or not t.closed)
+    ), actions
 
 
 @drain(RANKS + "PrefillRank._over", kills=("S8",))
@@ -239,9 +242,9 @@ def _about(message, key):
 @drain(INCOMING + "receive", kills=("S2",), bounds="fan_in")
 def acks_counted(original, self, message):
     """Acknowledgements are counted, so that one that comes twice stands for another."""
-    if isinstance(message, Ack) and message.writer not in self.undrained:
-        if self.phase in UNDRAINED:
-            return self._drain(next(iter(self.undrained)))
+    again = isinstance(message, Ack) and message.writer not in self.undrained
+    if again and self.phase in UNDRAINED:
+        return self._drain(next(iter(self.undrained)))
     return original(self, message)
 
 
@@ -284,14 +287,6 @@ def failed_overwritten(original, self, message):
     if isinstance(message, Status) and self.phase in UNDRAINED:
         return self._enter(Phase.LANDED)
     return original(self, message)
-
-
-@drain(INCOMING + "_arrive", kills=("S6",), bounds="notify")
-def pieces_counted(original, self, message):
-    """Pieces are counted, so that one that is notified twice stands for another."""
-    mine = sorted(item for item in self.missing if item[0] == message.writer)
-    left = self.missing - {mine[0]} if mine else self.missing
-    return self._replace(missing=left), () if left or not mine else (ReadAux(self.key),)
 
 
 @drain(INCOMING + "_arrive", kills=("S6",), bounds="fan_in")

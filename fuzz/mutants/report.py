@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 import systems
 from fuzz import targets
+from fuzz.mutants.exploring import explore
 from fuzz.mutants.registry import Mutant, find, names
 from fuzz.run import Outcome, execute
 from fuzz.shrink import shrink
@@ -103,11 +104,13 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
-    """A search and, if it was asked for, its shrunk case."""
+    """A search and, if it was asked for, its shrunk case: of an engine, or `steps` of the protocol
+    with the judge's sentence."""
 
     name: str
     kill: Kill
     shrunk: Outcome | None = None
+    steps: tuple[str, ...] = ()
 
 
 def kill(
@@ -210,12 +213,28 @@ def report(
 
 def _search(name: str, seed: int, budget_s: float) -> _Search:
     """One search, in this process."""
-    _warm_up()
     mutant = find(name)
+    if mutant.target == "drain":
+        return _explored(mutant, seed, budget_s)
+    _warm_up()
     found = kill(mutant, seed=seed, budget_s=budget_s)
     # one shrunk case a mutant is enough: those of other seeds end in the same (test_shrink)
     case = shrunk(mutant, found.outcome) if seed == 0 and found.outcome else None
     return _Search(name=name, kill=msgspec.structs.replace(found, outcome=None), shrunk=case)
+
+
+def _explored(mutant: Mutant, seed: int, budget_s: float) -> _Search:
+    """One search of the protocol, for which a run is an execution and a clause an oracle."""
+    found = explore(mutant, seed=seed, runs=SEARCHES_APART, budget_s=budget_s, shrink=seed == 0)
+    violation = found.bad and found.bad.violation
+    kill = Kill(
+        oracle=violation.clause.value if violation else None,
+        component="drain" if violation else None,
+        executions=found.runs,
+        cpu_seconds=found.cpu_seconds,
+        sentence=violation.sentence if violation else "",
+    )
+    return _Search(name=mutant.name, kill=kill, steps=found.steps if seed == 0 else ())
 
 
 @cache
@@ -228,6 +247,12 @@ def _warm_up() -> None:
 def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
     kills = [search.kill for search in searches if search.kill.oracle]
     case = next((search.shrunk for search in searches if search.shrunk), None)
+    texts, sentence = [], ""
+    if case:
+        texts = [operation.text for operation in case.operations]
+        sentence = case.violations[0].sentence
+    elif explored := next((search for search in searches if search.steps), None):
+        texts, sentence = list(explored.steps), explored.kill.sentence
     timed = kills or [search.kill for search in searches]
     if mutant.equivalence:
         verdict: Verdict = "contradicts its proof" if kills else "equivalent"
@@ -244,10 +269,10 @@ def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
         oracles=dict(Counter(kill.oracle for kill in kills if kill.oracle)),
         executions=statistics.median(kill.executions for kill in timed),
         cpu_seconds=statistics.median(kill.cpu_seconds for kill in timed),
-        operations=len(case.operations) if case else 0,
+        operations=len(texts),
         tokens=case.tokens if case else 0,
-        case=[operation.text for operation in case.operations] if case else [],
-        violation=case.violations[0].sentence if case else "",
+        case=texts,
+        violation=sentence,
         survived=len(searches) - len(kills),
         crashes=sum(search.kill.crashes for search in searches),
         error=min((kill.error for kill in kills if kill.error is not None), default=None),
