@@ -103,8 +103,11 @@ class DecodeNode(Node):
         self._end_reading(transfer.key, self._engine.finish)
 
     def abort(self, request: RequestId) -> None:
-        """Give a request up, in whatever state it is; one that is over is not touched."""
-        self._queue = deque(waiting for waiting in self._queue if waiting.request != request)
+        """Give a request up, in whatever state it is: Freed will come.  One that is over is not
+        touched."""
+        if any(waiting.request == request for waiting in self._queue):
+            self._queue = deque(w for w in self._queue if w.request != request)
+            self._news.append(Freed(request))
         transfer = self._transfer(request)
         if transfer is not None and transfer.phase is Phase.LIVE:
             self._end_reading(transfer.key, self._engine.abort)
@@ -112,7 +115,7 @@ class DecodeNode(Node):
             self._carry(self.rank.cancel(transfer.key))
 
     def connect(self, hello: bytes) -> Peer:
-        writer = self._transport.connect(hello)
+        writer = self.transport.connect(hello)
         for known in self.rank.writers:
             if known.rank == writer.rank and known != writer:
                 self._lose(known)
@@ -177,7 +180,7 @@ class DecodeNode(Node):
         for peer in sorted(self._lost):
             if any(t.phase in UNDRAINED and peer in t.undrained for t in self.rank.transfers):
                 self._lost.remove(peer)
-                self._transport.fence(peer)
+                self.transport.fence(peer)
 
     def _round(self) -> None:
         gathered = self._gather(self.rank.contributions())

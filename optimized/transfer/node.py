@@ -113,7 +113,7 @@ class Node(ABC):
         given back by the node alone."""
         self.me = transport.me
         self._engine = engine
-        self._transport = transport
+        self.transport = transport
         self._aux = aux
         self._group = how.get("group", ALONE)
         self._timers = how.get("timers", Timers())
@@ -131,7 +131,7 @@ class Node(ABC):
         Raises:
             RankLost: another rank did not come to the round: build the instance anew.
         """
-        for event in self._transport.poll():
+        for event in self.transport.poll():
             match event:
                 case Received(message):
                     self._receive(message)
@@ -191,4 +191,4 @@ class Node(ABC):
 
     def _send(self, to: Peer, message: Message) -> None:
         self._note(Sent(self.me, to, message))
-        self._transport.send(to, message)
+        self.transport.send(to, message)

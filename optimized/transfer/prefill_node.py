@@ -94,7 +94,7 @@ class PrefillNode(Node):
             self._carry(self.rank.cancel(request))
 
     def connect(self, hello: bytes) -> Peer:
-        reader = self._transport.connect(hello)
+        reader = self.transport.connect(hello)
         for known in self.rank.readers:
             if known.rank == reader.rank and known != reader:
                 self._lose(known)
@@ -170,7 +170,7 @@ class PrefillNode(Node):
                     assert runs is not None, "what could not be planned is closed"
                     self._note(Posted(self.me, key, to, piece, _source(self._transfer(key, to))))
                     write = Write(key=key, to=to, piece=piece, runs=runs, note=note)
-                    self._transport.post(write)
+                    self.transport.post(write)
 
     def _tell_what_ended(self, before: ranks.PrefillRank) -> None:
         """What was closed, and which sources were given up, since `before`."""

@@ -68,7 +68,7 @@ class _Fence:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class Flight:
     """A write on its way.
 
     Fields:
@@ -91,7 +91,7 @@ class _Flight:
         return self.write.to
 
 
-_Thing = _Envelope | _Loss | _Fence | _Flight
+_Thing = _Envelope | _Loss | _Fence | Flight
 
 
 class _Hello(msgspec.Struct, array_like=True):
@@ -155,7 +155,7 @@ class Network:
         self._collect()
         del self.ends[peer]
         for thing in list(self.way):
-            if isinstance(thing, _Flight):
+            if isinstance(thing, Flight):
                 thing.told = thing.told or thing.writer == peer
                 if thing.told and not thing.left:
                     self.way.remove(thing)
@@ -168,7 +168,7 @@ class Network:
         self.way = [
             thing
             for thing in self.way
-            if not (isinstance(thing, _Flight) and thing.writer == writer and thing.to in to)
+            if not (isinstance(thing, Flight) and thing.writer == writer and thing.to in to)
         ]
 
     def _step(self, choose: Choose, *, faulty: bool) -> bool:
@@ -180,7 +180,7 @@ class Network:
         match thing:
             case _Envelope():
                 self._deliver(thing, _pick(choose, 3 if faulty else 1))
-            case _Flight():
+            case Flight():
                 self._advance(thing, choose, faulty=faulty and not thing.told)
             case _Loss(to, lost):
                 self.way.remove(thing)
@@ -195,7 +195,7 @@ class Network:
         """Take what the processes gave away since the last step, in an order that does not depend
         on which of them ran first."""
         for _, end in sorted(self.ends.items()):
-            self.way += [t for t in end.outbox if isinstance(t, _Flight) or t.to in self.ends]
+            self.way += [t for t in end.outbox if isinstance(t, Flight) or t.to in self.ends]
             end.outbox.clear()
 
     def _may_happen(self, thing: _Thing) -> bool:
@@ -203,7 +203,7 @@ class Network:
             return False
         if isinstance(thing, _Fence):
             return thing.against in self.dead
-        return not (isinstance(thing, _Flight) and thing.writer in self.stopped)
+        return not (isinstance(thing, Flight) and thing.writer in self.stopped)
 
     def _deliver(self, envelope: _Envelope, fault: int) -> None:
         """A message comes (0), comes and will come again (1), or is lost (2)."""
@@ -213,7 +213,7 @@ class Network:
         if fault != 2:
             self.ends[envelope.to].inbox.append(Received(envelope.message))
 
-    def _advance(self, flight: _Flight, choose: Choose, *, faulty: bool) -> None:
+    def _advance(self, flight: Flight, choose: Choose, *, faulty: bool) -> None:
         """A write ends for its writer, fails for it, or lands a part further."""
         if flight.to not in self.ends:
             flight.left.clear()
@@ -228,7 +228,7 @@ class Network:
         if flight.told and not flight.left:
             self.way.remove(flight)
 
-    def _land(self, flight: _Flight, place: int) -> None:
+    def _land(self, flight: Flight, place: int) -> None:
         """Copy one part; after the last one the note goes its way."""
         number, items = flight.left.pop(place)
         write, target = flight.write, self.ends[flight.to].regions
@@ -241,7 +241,7 @@ class Network:
         if not flight.left and write.note is not None:
             self.way.append(_Envelope(flight.to, write.note))
 
-    def _tell(self, flight: _Flight, outcome: Outcome) -> None:
+    def _tell(self, flight: Flight, outcome: Outcome) -> None:
         """Let the writer know how a write ended, if it is there and does not know yet."""
         if not flight.told:
             self.ends[flight.writer].end(flight.write, outcome)
@@ -291,7 +291,7 @@ class SimulatedTransport:
             return
         parts = _parts(write.runs, self._network.parts)
         left = list(enumerate(parts, 1))
-        self.outbox.append(_Flight(self.me, write, self.regions, left, len(parts)))
+        self.outbox.append(Flight(self.me, write, self.regions, left, len(parts)))
 
     def poll(self) -> Sequence[Event]:
         events, self.inbox = self.inbox, []

@@ -1,0 +1,416 @@
+"""Whole transfers: engines, protocol and transport joined, over the simulated network.
+
+Every run is judged by the reference, its memory has to add up, and what D decodes has to be bit by
+bit what an engine decodes that prefilled the prompt itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.transfer import decode_node, drain, prefill_node
+from optimized.transfer import ranks as protocol
+from optimized.transfer.plan import Aux, encode_aux
+from optimized.transfer.simulated import Choose, Flight, Network, ordinary
+from oracle_tests.tiny_engine import SHAPE, build
+from oracle_tests.transfer_cases import PLAIN
+from oracle_tests.transfer_world import Asked, World
+from reference.bounds import Stored, audit
+from reference.contract import Chunk, Component, Engine, RequestId, StepOutput, Weights
+from reference.drain import Clause
+from reference.protocol import (
+    Abort,
+    Completion,
+    Dropped,
+    Fenced,
+    Moved,
+    Peer,
+    Phase,
+    Sent,
+    Settled,
+    Side,
+)
+from reference.weights import random_weights
+
+SHAPE4 = replace(SHAPE, kda_heads=4)
+LENGTHS = [39, 5, 32, 17, 1, 48]
+ONE_AT_A_TIME = 5
+"""Pages of D, with padding, that hold one prompt of 39 or 48 positions and no second one."""
+
+
+@lru_cache
+def weights() -> Weights:
+    return random_weights(SHAPE4, PLAIN, 5)
+
+
+def prompt(request: int, length: int) -> list[int]:
+    return [(7 * position + 5 * request) % 61 for position in range(length)]
+
+
+@lru_cache
+def alone(tokens: tuple[int, ...], steps: int) -> tuple[list[int], list[StepOutput]]:
+    """What an engine that does everything itself samples and computes."""
+    engine = build(geometry=PLAIN, shape=SHAPE4, weights=weights())
+    engine.submit(RequestId(0), tokens)
+    [output] = engine.extend([Chunk(request=RequestId(0), stop=len(tokens))])
+    sampled, outputs = [int(output.logits[-1].argmax())], []
+    for _ in range(steps):
+        outputs += engine.decode([RequestId(0)], sampled[-1:])
+        sampled.append(int(outputs[-1].logits[-1].argmax()))
+    return sampled, outputs
+
+
+def is_right(asked: Asked) -> bool:
+    """Whether D has decoded, so far, what an engine alone does."""
+    sampled, outputs = alone(tuple(asked.tokens), asked.steps)
+    if asked.sampled != sampled[: len(asked.sampled)]:
+        return False
+    return all(
+        torch.equal(mine.logits, theirs.logits) and torch.equal(mine.selected, theirs.selected)
+        for mine, theirs in zip(asked.outputs, outputs, strict=False)
+    )
+
+
+def is_done(asked: Asked) -> bool:
+    return len(asked.outputs) == asked.steps
+
+
+@contextmanager
+def simulated(choose: Choose = ordinary, *, faults: int = 0, **how: Any) -> Iterator[World]:
+    """A world over a network that is given a few steps each turn, as `choose` says."""
+    network = Network(choose=choose, faults=faults)
+
+    def advance() -> None:
+        for _ in range(2 + choose(12)):
+            network.step()
+
+    world = World(network.attach, PLAIN, SHAPE4, weights(), advance=advance, **how)
+    world.network = network
+    network.observe = world.log.append
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def must_be_clean(world: World) -> None:
+    """The run is judged clean, and both ends are as empty as they can be."""
+    assert world.is_over
+    assert (found := world.verdict(arrivals=True)) is None, found
+    for end in world.ends.values():
+        for engine in end.instance.engines:
+            snapshot = engine.inspect()
+            assert not snapshot.holders
+            cached = sum(len(node.pages) for node in snapshot.cached)
+            assert cached == len(snapshot.ref_counts)
+
+
+rank_counts = pytest.mark.parametrize("ranks", [1, 2], ids=lambda ranks: f"{ranks} ranks")
+styles = pytest.mark.parametrize("completion", Completion, ids=lambda style: style.name.lower())
+
+
+@rank_counts
+@styles
+@pytest.mark.parametrize("hisparse", [False, True], ids=["flat", "hisparse"])
+def test_d_decodes_what_one_engine_would(
+    ranks: int, completion: Completion, hisparse: bool
+) -> None:
+    """Over a network that does nothing in order; more prompts than D has memory for at once."""
+    with simulated(
+        random.Random(ranks).randrange, ranks=ranks, completion=completion, hisparse=hisparse
+    ) as world:
+        asked = [world.ask(prompt(n, length)) for n, length in enumerate(LENGTHS)]
+        world.run()
+        assert all(map(is_done, asked))
+        assert all(map(is_right, asked))
+        must_be_clean(world)
+
+
+def test_d_is_within_the_references_bounds() -> None:
+    """The stored rows that came over, and what is decoded from them, against float64."""
+    with simulated(random.Random(1).randrange, ranks=2) as world:
+        asked = world.ask(prompt(0, 39), steps=6, kept=True)
+        world.run(lambda: is_done(asked))
+        engine, length = world.ends[Side.DECODE].instance, 45
+        assert engine.inspect().requests[asked.request].length == length
+        outputs = asked.prompt + asked.outputs
+        rows = stored(engine, asked.request, length)
+        tokens = (asked.tokens + asked.sampled)[:length]
+        assert audit(weights(), SHAPE4, PLAIN, tokens, rows, outputs).violations == []
+        # the other rank's heads are no rounding
+        wrong = replace(rows, state=[row.view(2, -1).flip(0).view(1, -1) for row in rows.state])
+        assert audit(weights(), SHAPE4, PLAIN, tokens, wrong, outputs).violations
+        world.finish(asked)
+        world.run()
+        must_be_clean(world)
+
+
+def stored(engine: Engine, request: RequestId, length: int) -> Stored:
+    dsa, kda = range(len(SHAPE4.dsa_layers)), range(len(SHAPE4.kda_layers))
+    groups = length // PLAIN.kpool
+    return Stored(
+        kv=[engine.read(request, Component.KV, layer, 0, length) for layer in dsa],
+        index=[engine.read(request, Component.INDEX, layer, 0, groups) for layer in dsa],
+        state=[engine.read(request, Component.STATE, layer, 0, 1) for layer in kda],
+    )
+
+
+@rank_counts
+@styles
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_goes_wrong_the_run_is_clean(
+    ranks: int, completion: Completion, seed: int
+) -> None:
+    """Lost and doubled messages, writes of unknown outcome; memory for one prompt at a time."""
+    draw = random.Random(seed)
+    with simulated(
+        draw.randrange, faults=4, ranks=ranks, completion=completion, pages=ONE_AT_A_TIME
+    ) as world:
+        asked = [world.ask(prompt(n, 39 + 9 * (n % 2)), room=n % 2) for n in range(4)]
+        late = [world.ask(prompt(n, 17)) for n in (7, 8)]
+        world.run(lambda: world.is_over or is_stuck(world), turns=4000)
+        assert all(map(is_right, asked + late))
+        if world.is_over:
+            must_be_clean(world)
+        else:
+            assert (found := world.verdict(arrivals=True, live=False)) is None, found
+
+
+def is_stuck(world: World) -> bool:
+    """Whether a write of unknown outcome keeps memory for ever, which is why it is rare."""
+    unknown = [seen for seen in world.log if isinstance(seen, Settled) and seen.outcome]
+    return bool(unknown) and world.turns > 1500
+
+
+@rank_counts
+@pytest.mark.parametrize("side", Side, ids=lambda side: side.name.lower())
+@pytest.mark.parametrize("turn", [1, 3, 5, 7, 9, 11])
+def test_a_request_is_given_up_by_one_end(ranks: int, side: Side, turn: int) -> None:
+    """At any time, in the midst of others, which do not suffer."""
+    with simulated(random.Random(turn).randrange, ranks=ranks, pages=8) as world:
+        first = world.ask(prompt(0, 48), steps=8)
+        others = [world.ask(prompt(n, 20), room=first.room) for n in (1, 2)]
+        for _ in range(turn):
+            world.turn()
+        world.abort(first, side)
+        world.run()
+        assert all(map(is_done, others))
+        assert all(map(is_right, [first, *others]))
+        must_be_clean(world)
+
+
+def test_a_request_that_waits_for_memory_can_be_given_up() -> None:
+    """Also one that is larger than all of it, and then those behind it go on."""
+    with simulated(pages=ONE_AT_A_TIME) as world:
+        large, small = world.ask(prompt(0, 70)), world.ask(prompt(1, 17))
+        for _ in range(20):
+            world.turn()
+        assert not small.outputs
+        world.abort(large)
+        world.run()
+        assert is_done(small)
+        assert is_right(small)
+        must_be_clean(world)
+
+
+@rank_counts
+@pytest.mark.parametrize("what", ["room", "generation", "length"])
+def test_a_wrong_aux_row_fails_the_transfer(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, what: str
+) -> None:
+    """On one rank alone; all drain, and the next request with that room is served."""
+    wrong: list[Aux] = []
+
+    def encode(aux: Aux) -> Any:
+        if not wrong:
+            other = aux.key._replace(**({} if what == "length" else {what: 7}))
+            wrong.append(aux._replace(key=other, length=aux.length + (what == "length")))
+            aux = wrong[0]
+        return encode_aux(aux)
+
+    monkeypatch.setattr(prefill_node, "encode_aux", encode)
+    with simulated(ranks=ranks) as world:
+        asked = world.ask(prompt(0, 20), room=3)
+        world.run()
+        assert wrong
+        assert asked.failed
+        assert not asked.sampled
+        again = world.ask(prompt(0, 20), room=3)
+        world.run()
+        assert is_done(again)
+        assert is_right(again)
+        must_be_clean(world)
+
+
+@rank_counts
+def test_places_of_another_geometry_are_not_written_to(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    pack = decode_node.pack
+    monkeypatch.setattr(decode_node, "pack", lambda places: ((*places.kv, 3), *pack(places)[1:]))
+    with simulated(ranks=ranks) as world:
+        asked = world.ask(prompt(0, 20))
+        world.run()
+        assert asked.failed
+        assert any(isinstance(seen, Dropped) for seen in world.log)
+        must_be_clean(world)
+
+
+@rank_counts
+@pytest.mark.parametrize("turn", [2, 4, 6, 8])
+@pytest.mark.parametrize("side", Side, ids=lambda side: side.name.lower())
+def test_an_instance_ends_and_is_started_again(ranks: int, turn: int, side: Side) -> None:
+    """What was not live is given up, writes of the dead are fenced, and new requests are served
+    from the same memory."""
+    with simulated(random.Random(turn).randrange, ranks=ranks, pages=ONE_AT_A_TIME) as world:
+        asked = [world.ask(prompt(n, 39), steps=8) for n in range(2)]
+        for _ in range(turn):
+            world.turn()
+        world.kill(side, world.network.kill)
+        again = [world.ask(prompt(n, 39)) for n in (5, 6)]
+        world.run()
+        assert all(map(is_done, again))
+        assert all(map(is_right, asked + again))
+        must_be_clean(world)
+
+
+def test_a_dead_writer_is_fenced_before_its_memory_is_used_again() -> None:
+    """Its write lands after the abort, and not after the fence."""
+    with simulated(pages=ONE_AT_A_TIME) as world:
+        world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        world.kill(Side.PREFILL, world.network.kill)
+        world.ask(prompt(1, 39))
+        world.run()
+        names = [type(seen).__name__ for seen in world.log]
+        assert "Arrived" in names[names.index("Died") : names.index("Fenced")]
+        freed = [n for n, seen in enumerate(world.log) if is_move(seen, Phase.FREE)]
+        assert names.index("Fenced") < freed[0]
+        assert len([seen for seen in world.log if isinstance(seen, Fenced)]) == 1
+        must_be_clean(world)
+
+
+def flying(world: World) -> list[Flight]:
+    """Writes of which bytes are still to land."""
+    return [thing for thing in world.network.way if isinstance(thing, Flight) and thing.left]
+
+
+def is_move(seen: object, phase: Phase) -> bool:
+    return isinstance(seen, Moved) and seen.phase is phase
+
+
+@rank_counts
+def test_a_writer_that_stands_still_holds_memory_and_no_more(ranks: int) -> None:
+    """Quarantine, not reuse; what the writer says when it goes on ends it."""
+    with simulated(ranks=ranks, quarantine_limit=1) as world:
+        asked = world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        writer = Peer(Side.PREFILL, ranks - 1, 0)
+        world.network.stop(writer)
+        world.abort(asked, Side.DECODE)
+        world.run(lambda: any(is_move(seen, Phase.QUARANTINED) for seen in world.log))
+        waiting = world.ask(prompt(1, 17))
+        for _ in range(50):
+            world.turn()
+        assert Side.DECODE not in asked.over
+        assert not waiting.sampled
+        world.network.resume(writer)
+        world.run()
+        assert is_done(waiting)
+        assert is_right(waiting)
+        must_be_clean(world)
+
+
+def test_a_lost_abort_is_said_again() -> None:
+    with simulated() as world:
+        asked = world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        world.abort(asked, Side.DECODE)
+        [lost] = world.ends[Side.DECODE].nodes[0].transport.outbox
+        assert isinstance(lost.message, Abort)
+        asked.failed = True  # so that the router does not tell P
+        world.ends[Side.DECODE].nodes[0].transport.outbox.clear()
+        world.run()
+        aborts = [s for s in world.log if isinstance(s, Sent) and isinstance(s.message, Abort)]
+        assert len(aborts) == 2
+        must_be_clean(world)
+
+
+@rank_counts
+def test_the_same_choices_make_the_same_run(ranks: int) -> None:
+    logs = []
+    for _ in range(2):
+        with simulated(random.Random(4).randrange, faults=3, ranks=ranks) as world:
+            for n in range(3):
+                world.ask(prompt(n, 30))
+            for _ in range(60):
+                world.turn()
+            logs.append(list(world.log))
+    assert len(logs[0]) > 100
+    assert logs[0] == logs[1]
+
+
+# Controls: faults that must be named, and damage that must be seen.
+
+
+def expired_is_drained(transfer: drain.Incoming) -> drain.Step:
+    """ABORTED for too long: take it for drained."""
+    if transfer.phase is not Phase.ABORTED:
+        return transfer, ()
+    return transfer._enter(Phase.LOCAL_DRAINED)
+
+
+def test_a_timeout_that_frees_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does damage: bytes of the request that was given up land in the memory's next owner."""
+    monkeypatch.setattr(drain.Incoming, "expire", expired_is_drained)
+    with simulated(pages=ONE_AT_A_TIME) as world:
+        asked = world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        slow = flying(world)
+        world.network.way = [thing for thing in world.network.way if thing not in slow]
+        world.abort(asked, Side.DECODE)
+        victim = world.ask(prompt(3, 39), steps=8)
+        world.run(lambda: bool(victim.outputs))
+        assert is_right(victim)
+        world.network.way += slow
+        world.network.settle()
+        world.run(lambda: is_done(victim))
+        assert not is_right(victim)
+        violation = world.verdict(arrivals=True, live=False)
+        assert violation is not None
+        assert violation.clause is Clause.S2
+
+
+def test_a_source_that_is_freed_too_soon_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = protocol.PrefillRank._over
+    monkeypatch.setattr(
+        protocol.PrefillRank, "_over", lambda self, source: source.failed or over(self, source)
+    )
+    with simulated() as world:
+        asked = world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        world.abort(asked, Side.PREFILL)
+        world.turn()
+        violation = world.verdict(arrivals=True, live=False)
+        assert violation is not None
+        assert violation.clause is Clause.S8
+
+
+def test_a_piece_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = prefill_node.Plan.runs
+    monkeypatch.setattr(
+        prefill_node.Plan, "runs", lambda plan, piece, *ends: runs(plan, piece, *ends)[piece == 1 :]
+    )
+    with simulated() as world:
+        asked = world.ask(prompt(0, 39), steps=6)
+        world.run()
+        assert is_done(asked)
+        assert not is_right(asked)
