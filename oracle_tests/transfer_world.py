@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from optimized.cluster import Instance
 from optimized.groups import ThreadGroup
 from optimized.transfer.decode_node import DecodeNode
@@ -28,6 +30,7 @@ from reference.contract import (
     RequestId,
     StepOutput,
     Weights,
+    kv_bytes,
 )
 from reference.drain import Violation, judge
 from reference.geometry import Geometry, ModelShape
@@ -118,6 +121,8 @@ class World:
         pages: logical pages of D's token pool.
         hisparse: D has it.
         step: positions that P computes of a prompt in a turn.
+        share: the memory, of so many bytes, in which a rank of D keeps its KV pool; None lets
+            its engine allocate it.
     """
 
     def __init__(
@@ -137,13 +142,14 @@ class World:
         hisparse: bool = False,
         step: int = 8,
         quarantine_limit: int = 2,
+        share: Callable[[int, int], Tensor | None] = lambda rank, size: None,
     ) -> None:
         self.make, self.advance = make, advance
         self.geometry, self.shape, self.weights = geometry, shape, weights
         self.ranks, self.chunks, self.completion = ranks, chunks, completion
         self.clock = clock or (lambda: float(self.turns))
         self.timers = timers
-        self.step = step
+        self.step, self.share = step, share
         roomy = EngineOptions(pages=40, state_slots=64, max_requests=6, page_order="permuted")
         tight = EngineOptions(pages=pages, state_slots=48, max_requests=4, page_order="high")
         self.options = {Side.PREFILL: roomy, Side.DECODE: tight}
@@ -169,7 +175,11 @@ class World:
         """Start an instance, perhaps again, and let it meet the other one."""
         options, notes = self.options[side], [[] for _ in range(self.ranks)]
         geometry = self.geometries[side]
-        instance = Instance(geometry, self.shape, [options] * self.ranks, self.weights)
+        each = [options] * self.ranks
+        if side is Side.DECODE:
+            size = kv_bytes(geometry, self.shape, options)
+            each = [replace(options, kv_memory=self.share(r, size)) for r in range(self.ranks)]
+        instance = Instance(geometry, self.shape, each, self.weights)
         groups = ThreadGroup.of(self.ranks, timeout_s=ROUND_TIMEOUT_S)
         nodes = [
             self._node(Peer(side, rank, incarnation), instance, groups[rank], notes[rank])
