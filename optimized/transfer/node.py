@@ -1,7 +1,7 @@
 """What joins a rank's protocol, engine and transport: one object in each process of P or D.
 
 The serving loop owns the engine's steps, and calls `tick` between them.  All ranks of an instance
-make the same calls of `submit`, `finish`, `abort` and `tick` in the same order, since every tick
+make the same calls of `submit`, `finish`, `abort` and `tick` in the same order, since a tick
 holds one collective round, and memory is taken and given back in rounds alone: that keeps their
 allocators equal.  What one rank learns alone, such as a failure, reaches the others in a round.
 
@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -34,20 +34,23 @@ from reference.contract import Engine, RequestId
 from reference.protocol import Message, Observation, Peer, Reduced, Sent
 
 
-class Live(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Live:
     """D may decode `request` from `first_token` on: its prompt is there, on all ranks."""
 
     request: RequestId
     first_token: int
 
 
-class Failed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Failed:
     """This rank gave `request` up, the others will follow, and Freed comes when it can."""
 
     request: RequestId
 
 
-class Freed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Freed:
     """The memory of `request` was given back, on all ranks in this tick."""
 
     request: RequestId

@@ -106,14 +106,16 @@ class Network:
     Fields:
         choose: decides everything that is left open.
         parts: in how many parts a write lands, where it has so many items.
-        faults: how many more things may go wrong: a message is lost or comes twice, or a write is
-            taken for BROKEN or UNKNOWN while its bytes go on landing.
+        message_faults: how many more messages may be lost, or come twice.
+        write_faults: how many more writes may end as BROKEN or UNKNOWN for their writer, while
+            their bytes go on landing.
         observe: told of each Arrived and Died.
     """
 
     choose: Choose = ordinary
     parts: int = 2
-    faults: int = 0
+    message_faults: int = 0
+    write_faults: int = 0
     observe: Callable[[Observation], None] = unobserved
     ends: dict[Peer, SimulatedTransport] = field(default_factory=dict)
     dead: set[Peer] = field(default_factory=set)
@@ -127,11 +129,11 @@ class Network:
 
     def step(self) -> bool:
         """Let one thing happen that may; whether there was one."""
-        return self._step(self.choose, faulty=self.faults > 0)
+        return self._step(self.choose)
 
     def settle(self) -> None:
         """Let everything happen that may, the oldest first, and nothing go wrong."""
-        while self._step(ordinary, faulty=False):
+        while self._step(ordinary):
             pass
 
     def stop(self, peer: Peer) -> None:
@@ -171,7 +173,7 @@ class Network:
             if not (isinstance(thing, Flight) and thing.writer == writer and thing.to in to)
         ]
 
-    def _step(self, choose: Choose, *, faulty: bool) -> bool:
+    def _step(self, choose: Choose) -> bool:
         self._collect()
         ready = [thing for thing in self.way if self._may_happen(thing)]
         if not ready:
@@ -179,9 +181,9 @@ class Network:
         thing = ready[_pick(choose, len(ready))]
         match thing:
             case _Envelope():
-                self._deliver(thing, _pick(choose, 3 if faulty else 1))
+                self._deliver(thing, _pick(choose, 3 if self.message_faults else 1))
             case Flight():
-                self._advance(thing, choose, faulty=faulty and not thing.told)
+                self._advance(thing, choose)
             case _Loss(to, lost):
                 self.way.remove(thing)
                 self.ends[to].lose(lost)
@@ -207,21 +209,21 @@ class Network:
 
     def _deliver(self, envelope: _Envelope, fault: int) -> None:
         """A message comes (0), comes and will come again (1), or is lost (2)."""
-        self.faults -= fault > 0
+        self.message_faults -= fault > 0
         if fault != 1:
             self.way.remove(envelope)
         if fault != 2:
             self.ends[envelope.to].inbox.append(Received(envelope.message))
 
-    def _advance(self, flight: Flight, choose: Choose, *, faulty: bool) -> None:
+    def _advance(self, flight: Flight, choose: Choose) -> None:
         """A write ends for its writer, fails for it, or lands a part further."""
         if flight.to not in self.ends:
             flight.left.clear()
             self._tell(flight, Outcome.BROKEN)
         elif not flight.left:
             self._tell(flight, Outcome.LANDED)
-        elif fault := _pick(choose, 3 if faulty else 1):
-            self.faults -= 1
+        elif fault := _pick(choose, 1 if flight.told or not self.write_faults else 3):
+            self.write_faults -= 1
             self._tell(flight, (Outcome.BROKEN, Outcome.UNKNOWN)[fault - 1])
         else:
             self._land(flight, _pick(choose, len(flight.left)))
