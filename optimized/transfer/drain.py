@@ -69,14 +69,16 @@ class Incoming(NamedTuple):
     me: Peer
     phase: Phase
     request: int
-    missing: frozenset[tuple[Peer, int]]
+    missing: frozenset[tuple[Peer, int]] = frozenset()
     undrained: frozenset[Peer] = frozenset()
     reading: bool = False
     places: tuple[tuple[int, ...], ...] = ()
 
-    def advertise(self, writers: tuple[Peer, ...], floor: int) -> Step:
-        """Tell the writers where to write."""
-        offered = self._replace(undrained=frozenset(writers))
+    def advertise(
+        self, writers: tuple[Peer, ...], missing: frozenset[tuple[Peer, int]], floor: int
+    ) -> Step:
+        """Tell the writers where to write; only now is it known whose pieces will come."""
+        offered = self._replace(undrained=frozenset(writers), missing=missing)
         return offered._enter(Phase.ADVERTISED, offered._offers(floor))
 
     def receive(self, message: Landed | Status | Ack) -> Step:

@@ -88,12 +88,7 @@ class DecodeRank(NamedTuple):
         """Enter a transfer whose memory has been taken, of the request with the router's number
         `request`."""
         key = TransferKey(room, self.generation + 1, self.me.incarnation)
-        missing = {
-            (writer, piece)
-            for writer in self.writers
-            for piece in self.topology.pieces_of(self.me.rank, writer.rank)
-        }
-        entered = Incoming(key, self.me, Phase.RESERVED, request, frozenset(missing), places=places)
+        entered = Incoming(key, self.me, Phase.RESERVED, request, places=places)
         transfers = (*self.transfers, entered)
         return self._replace(transfers=transfers, generation=key.generation), key
 
@@ -102,7 +97,12 @@ class DecodeRank(NamedTuple):
         expected = self.topology.writers[self.me.rank]
         if not {writer.rank for writer in self.writers} >= set(expected):
             return self._on(key, Incoming.cancel)
-        return self._on(key, lambda t: t.advertise(self.writers, self.floor))
+        pieces = {
+            (writer, piece)
+            for writer in self.writers
+            for piece in self.topology.pieces_of(self.me.rank, writer.rank)
+        }
+        return self._on(key, lambda t: t.advertise(self.writers, frozenset(pieces), self.floor))
 
     def receive(self, message: Message) -> Move:
         """A message of a writer; one about an unknown key changes nothing."""
