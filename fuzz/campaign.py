@@ -15,8 +15,9 @@ import msgspec
 import torch
 
 import systems
-from fuzz import mutants, targets
-from fuzz.run import Outcome, check_deterministic, execute
+from fuzz import interleave, mutants, targets
+from fuzz.outcome import Outcome
+from fuzz.run import check_deterministic, execute
 from fuzz.shrink import cost, shrink
 from fuzz.step import Violation
 from fuzz.tape import Tape
@@ -239,9 +240,12 @@ def _repeated(outcome: Outcome, plan: Plan) -> Outcome:
 def _shrunk(plan: Plan, failure: Failure) -> Failure:
     with _faulty(plan):
         system, target = systems.load(plan.system), targets.find(plan.target)
-        smallest = shrink(
-            lambda values: execute(system, target, Tape(values), pin=plan.pin), failure.outcome
-        )
+        if target.ranges is None:
+            smallest = interleave.shrink(target, failure.outcome)
+        else:
+            smallest = shrink(
+                lambda values: execute(system, target, Tape(values), pin=plan.pin), failure.outcome
+            )
     return msgspec.structs.replace(failure, outcome=smallest)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from fuzz.run import Outcome
+from fuzz.outcome import Outcome
 from fuzz.step import Violation
 from fuzz.tape import LIMIT, trimmed
 from fuzz.targets.setup import Pin

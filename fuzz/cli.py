@@ -26,7 +26,8 @@ from fuzz.capacity import Budget, Layers, Ratios
 from fuzz.explore import bounds as named_bounds
 from fuzz.explore import command as explore_command
 from fuzz.mutants import report as kill_report
-from fuzz.run import Outcome, execute
+from fuzz.outcome import Outcome
+from fuzz.run import execute
 from fuzz.stamps import StampError
 from fuzz.tape import Tape
 from fuzz.targets.setup import KPool, Payload, PhysicalPageSize, Pin
@@ -147,8 +148,8 @@ def fuzz(
         physical_page_size=physical_page_size,
         row_format=row_format,
     )
-    targets.find(target)
     systems.load(system)
+    _check_ranks(targets.find(target), system, pin)
     _check_plantable(mutant, system)
     check_writable_folder(cases)
     if executions is None and seconds is None:
@@ -431,6 +432,15 @@ def fit_tokens(
     finally:
         deliver(out, capacity.parts(found), json=json, result=found)
     return 0
+
+
+def _check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
+    """A target without an engine has no geometry, and only one system has ranks."""
+    if target.ranges is None and (system != "optimized" or pin != Pin()):
+        raise UsageError(
+            f"{target.name} runs the optimized engine's drain protocol without an engine: leave "
+            "out --system, --payload, --kpool, --physical-page-size and --row-format."
+        )
 
 
 def _check_plantable(mutant: str | None, system: str) -> None:

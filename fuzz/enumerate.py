@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fuzz.run import Outcome
+from fuzz.outcome import Outcome
 
 Run = Callable[[Sequence[int]], Outcome]
 

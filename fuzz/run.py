@@ -10,6 +10,7 @@ from typing import cast
 import msgspec
 import torch
 
+from fuzz import interleave
 from fuzz.oracles.containment import Containment
 from fuzz.oracles.exact import Exact
 from fuzz.oracles.metamorphic import Metamorphic
@@ -18,9 +19,10 @@ from fuzz.oracles.provenance import Provenance
 from fuzz.oracles.residency import Residency
 from fuzz.oracles.tiering import Tiering
 from fuzz.oracles.view import Viewer
+from fuzz.outcome import Operation, Outcome
 from fuzz.stamps import Stamper
 from fuzz.step import EngineCrash, Guarded, Oracle, Step, Violation, World
-from fuzz.tape import Span, Tape
+from fuzz.tape import Tape
 from fuzz.targets import Target
 from fuzz.targets.events import Events
 from fuzz.targets.session import KINDS, MOVES, NEEDS, Session
@@ -41,58 +43,11 @@ STOP_WEIGHT = 0.8
 NO_PIN = Pin()
 
 
-class Operation(msgspec.Struct, frozen=True):
-    """One operation of a run: in words, the requests that it was about (none if there was
-    nothing to do), and the tokens of all prompts, decodes and drafts so far."""
-
-    text: str
-    requests: list[int]
-    tokens: int
-    idle: bool
-
-
-class Outcome(msgspec.Struct, kw_only=True, frozen=True):
-    """What one execution did and what was wrong with it.
-
-    Fields:
-        values, bounds, spans: the tape as it was read, in its normal form.
-        operations: the last one failed if there are violations.
-        violations: of the first operation that had any.
-        digest: of all choices, outputs, accounts and buffers.
-        events: what happened how often.
-        ratios: of a model run, the largest error by its bound, by stage (`reference.bounds`).
-        requests, tokens: the size of the case.
-        skipped: what the target would do and the engine lacks the capability for.
-        setup: geometry and pools, readable.
-    """
-
-    target: str
-    values: list[int]
-    bounds: list[int]
-    spans: list[Span]
-    operations: list[Operation]
-    violations: list[Violation]
-    digest: str
-    events: dict[str, int]
-    ratios: dict[str, float]
-    requests: int
-    tokens: int
-    skipped: list[str]
-    setup: str
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.violations)
-
-    @property
-    def signature(self) -> str | None:
-        """Of the first violation; None of a clean run."""
-        return self.violations[0].signature if self.violations else None
-
-
 @torch.inference_mode()
 def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) -> Outcome:
     """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
+    if target.ranges is None:
+        return interleave.execute(target, tape, most=pin.operations or target.operations)
     if Capability.MODEL not in system.capabilities:
         pin = msgspec.structs.replace(pin, payload="stamped")
     if Capability.HISPARSE not in system.capabilities:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 
-from fuzz.run import Outcome
+from fuzz.outcome import Outcome
 from fuzz.tape import trimmed
 from fuzz.targets.session import KINDS, WIDTH
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import systems
-from fuzz.run import Outcome, check_deterministic, execute
+from fuzz.outcome import Outcome
+from fuzz.run import check_deterministic, execute
 from fuzz.tape import Tape
 from fuzz.targets import find
 from fuzz.targets.session import KINDS

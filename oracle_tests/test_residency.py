@@ -14,7 +14,8 @@ import pytest
 import systems
 from fuzz.campaign import Plan
 from fuzz.campaign import run as campaign
-from fuzz.run import Outcome, execute
+from fuzz.outcome import Outcome
+from fuzz.run import execute
 from fuzz.tape import Tape
 from fuzz.targets import find
 from fuzz.targets.session import KINDS

@@ -13,7 +13,8 @@ import pytest
 import systems
 from fuzz import mutants, targets
 from fuzz.enumerate import outcomes
-from fuzz.run import Outcome, execute
+from fuzz.outcome import Outcome
+from fuzz.run import execute
 from fuzz.shrink import cost, shrink
 from fuzz.tape import Tape, trimmed
 from fuzz.targets.setup import Pin

@@ -16,6 +16,7 @@ from fuzz.targets.setup import Pin, draw_setup
 from reference.geometry import RowFormat
 
 EXECUTIONS = 300
+ENGINES = [name for name in targets.names() if targets.find(name).ranges]
 
 
 @pytest.mark.parametrize("name", targets.names())
@@ -24,10 +25,11 @@ def test_a_campaign_over_the_faithful_engine_is_clean_and_sees_everything(name):
     assert [f.outcome.violations for f in summary.failures] == []
     assert summary.missing == []
     assert summary.executions == EXECUTIONS
-    assert 0 < summary.ratios["logits"] <= 1, "no model run, or one beyond its bound"
+    if name in ENGINES:
+        assert 0 < summary.ratios["logits"] <= 1, "no model run, or one beyond its bound"
 
 
-@pytest.mark.parametrize("name", targets.names())
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("payload", ["stamped", "model"])
 def test_a_tape_replayed_observes_the_same(name, payload):
     system, target, pin = systems.load("optimized"), targets.find(name), Pin(payload=payload)

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 import systems
-from fuzz.run import Outcome, execute
+from fuzz.outcome import Outcome
+from fuzz.run import execute
 from fuzz.step import InjectedFailure, InjectedInterrupt
 from fuzz.tape import Tape
 from fuzz.targets import find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from fuzz.explore.words import Around, Envelope, Event, Kind
@@ -43,6 +44,8 @@ def events(world: World, state: State) -> list[Event]:
         found += _losses(world, state)
     if world.around(state).lost:
         found += _retries(world, state)
+    if world.around(state).dead:
+        found += _lives(world, state)
     return found
 
 
@@ -65,14 +68,15 @@ def _submissions(world: World, state: State) -> tuple[Event, ...]:
     """Requests come in order, to both sides; none once an instance is broken."""
     around, rooms = world.around(state), world.bounds.rooms
     decode, prefill = world.decode_rank(state, 0), world.prefill(state, 0)
-    if around.dead or decode is None or prefill is None:
+    if decode is None or prefill is None or _broken(around, decode.me, prefill.rank.me):
         return ()
     at_d = {around.reserved[t.key.generation - 1] for t in decode.transfers} | {*around.waiting}
     at_p = {source.id for source in prefill.rank.sources}
     found = []
     # memory that is in quarantine for ever keeps others waiting
-    refused = next(iter(around.waiting), around.at_d)
-    if around.broken and at_d and refused < len(rooms) and refused not in around.given_up:
+    left = (*around.waiting, *range(around.at_d, len(rooms)))
+    refused = next((request for request in left if request not in around.given_up), None)
+    if around.broken and at_d and refused is not None:
         found.append(Event(Kind.GIVE_UP, 0, refused))
     for kind, request, still_open in (
         (Kind.SUBMIT_D, around.at_d, at_d),
@@ -104,9 +108,9 @@ def _at_decode(world: World, state: State, rank: int) -> Iterator[Event]:
             given_up = around.reserved[key.generation - 1] in around.given_up
             if around.aborts and not given_up:
                 yield Event(Kind.CANCEL_D, rank, key)
-    yield from _notices(world, around, rank)
+    yield from _notices(world, around, here.me)
     if rank == 0 and _may(world, around, Kind.KILL):
-        yield Event(Kind.KILL, 0, world.decoders[0])
+        yield Event(Kind.KILL, 0, here.me)
 
 
 def _relays(world: World, state: State) -> Iterator[Event]:
@@ -132,23 +136,27 @@ def _hopeless(world: World, state: State, transfer: Any) -> bool:
     """Whether a writer that is waited for will not answer: it is dead, or stained."""
     for writer in transfer.undrained:
         prefill = world.prefill(state, writer.rank)
-        if prefill is None or any(
-            t.stained
-            for t in prefill.rank.transfers
-            if (t.key, t.to) == (transfer.key, transfer.me)
+        if (
+            prefill is None
+            or writer in world.around(state).dead
+            or any(
+                t.stained
+                for t in prefill.rank.transfers
+                if (t.key, t.to) == (transfer.key, transfer.me)
+            )
         ):
             return True
     return False
 
 
-def _notices(world: World, around: Around, rank: int) -> Iterator[Event]:
+def _notices(world: World, around: Around, me: Peer) -> Iterator[Event]:
     """What a rank of D learns of writers that are dead."""
     for peer in sorted(around.dead):
-        if peer.side is Side.PREFILL and peer.rank in world.bounds.topology.writers[rank]:
-            if (world.decoders[rank], peer) not in around.noticed:
-                yield Event(Kind.NOTICE, rank, peer)
-            elif (world.decoders[rank], peer) not in around.fenced:
-                yield Event(Kind.FENCE, rank, peer)
+        if peer.side is Side.PREFILL and peer.rank in world.bounds.topology.writers[me.rank]:
+            if (me, peer) not in around.noticed:
+                yield Event(Kind.NOTICE, me.rank, peer)
+            elif (me, peer) not in around.fenced:
+                yield Event(Kind.FENCE, me.rank, peer)
 
 
 def _at_prefill(world: World, state: State, rank: int) -> Iterator[Event]:
@@ -166,7 +174,31 @@ def _at_prefill(world: World, state: State, rank: int) -> Iterator[Event]:
         if peer in around.dead:
             yield Event(Kind.NOTICE, rank, peer)
     if _may(world, around, Kind.KILL):
-        yield Event(Kind.KILL, rank, world.writers[rank])
+        yield Event(Kind.KILL, rank, here.rank.me)
+
+
+def _broken(around: Around, *ranks: Peer) -> bool:
+    """Whether some process of the life of one of these has ended."""
+    lives = {(peer.side, peer.incarnation) for peer in around.dead}
+    return any((me.side, me.incarnation) in lives for me in ranks)
+
+
+def _lives(world: World, state: State) -> Iterator[Event]:
+    """Instances that may start again, and processes that then have to meet."""
+    around, decode = world.around(state), world.lives(state, Side.DECODE)
+    prefill = world.lives(state, Side.PREFILL)
+    for side, alive, all_ranks in (
+        (Side.DECODE, decode, world.decoders),
+        (Side.PREFILL, prefill, world.writers),
+    ):
+        if around.restarts and len(alive) < len(all_ranks):
+            yield Event(Kind.RESTART, 0, side)
+    for reader, writer in product(decode, prefill):
+        if writer.rank in world.bounds.topology.writers[reader.rank]:
+            known = world.decode_rank(state, reader.rank).writers
+            knows = world.prefill(state, writer.rank).rank.readers
+            if writer not in known or reader not in knows:
+                yield Event(Kind.MEET, reader.rank, writer)
 
 
 def eager(world: World, state: State, found: list[Event]) -> list[Event]:
@@ -255,7 +287,7 @@ def _at_rest(
     if any((f.key, f.to, f.writer) == (key, here, there) for f in world.flights(state)):
         return False
     prefill = world.prefill(state, there.rank)
-    if prefill is None:
+    if prefill is None or prefill.rank.me != there:
         return True
     piece = prefill.taken or next(iter(prefill.rank.take()[1]), None)
     return piece is None or (piece.key, piece.to) != (key, here)

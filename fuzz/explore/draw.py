@@ -16,9 +16,9 @@ def drawn(world: World, run: tuple[Event, ...]) -> Iterator[str]:
     """The lines of a diagram, headings first."""
     peers = (*world.writers, *world.decoders)
     place = {peer: column for column, peer in enumerate(peers)}
-    yield "".join(_name(peer).center(WIDTH) for peer in peers)
+    yield "".join(name(peer).center(WIDTH) for peer in peers)
     for event in run:
-        ends = [place[peer] for peer in _ends(world, event)]
+        ends = [place[peer._replace(incarnation=0)] for peer in _ends(world, event)]
         yield f"{_line(len(peers), ends)}  {sentence(world, event)}"
 
 
@@ -59,6 +59,10 @@ def _ends(world: World, event: Event) -> tuple[Peer, ...]:
             return (decoders[event.rank],)
         case Kind.CANCEL_D | Kind.EXPIRE:
             return (decoders[event.rank],)
+        case Kind.MEET:
+            return decoders[event.rank], what
+        case Kind.RESTART if what is Side.PREFILL:
+            return world.writers if len(world.writers) != 2 else world.writers[:1]
         case Kind.ROUND_P | Kind.SUBMIT_P | Kind.RELAY_P:
             return world.writers if len(world.writers) != 2 else world.writers[:1]
         case _:
@@ -83,11 +87,11 @@ def sentence(world: World, event: Event) -> str:
         case Kind.ROUND_P:
             return "the ranks of P reduce"
         case Kind.ADVERTISE:
-            return f"D{rank} offers {_key(what)}"
+            return f"D{rank} offers {name_key(what)}"
         case Kind.TAKE:
             return f"P{rank} takes its next piece"
         case Kind.PREPARE:
-            return f"P{rank} has {_piece(world, what.piece)} of {_key(what.key)} ready"
+            return f"P{rank} has {_piece(world, what.piece)} of {name_key(what.key)} ready"
         case Kind.ARRIVE:
             return f"{_flight(world, what)} lands, part {what.parts + 1}"
         case Kind.SETTLE:
@@ -99,37 +103,47 @@ def sentence(world: World, event: Event) -> str:
         case Kind.LOSE:
             return f"{_message(what)} is lost"
         case Kind.RETRY:
-            return f"D{rank} says again what it said of {_key(what)}"
+            return f"D{rank} says again what it said of {name_key(what)}"
         case Kind.END_READING:
-            return f"D{rank} has read {_key(what)}"
+            return f"D{rank} has read {name_key(what)}"
         case Kind.RELAY_D:
-            return f"D is told to give {_key(what)} up"
+            return f"D is told to give {name_key(what)} up"
         case Kind.RELAY_P:
             return f"P is told to give request {what} up"
         case Kind.NOTICE:
-            return f"{_name(what)} is seen to be gone"
+            return f"{name(what)} is seen to be gone"
         case Kind.FENCE:
-            return f"D{rank} has proof that the writes of {_name(what)} are over"
+            return f"D{rank} has proof that the writes of {name(what)} are over"
         case Kind.GIVE_UP:
             return f"the router gives request {what} up"
+        case Kind.MEET:
+            return f"D{rank} and {name(what)} meet"
+        case Kind.RESTART:
+            return f"{'D' if what is Side.DECODE else 'P'} starts again"
         case Kind.CANCEL_D:
-            return f"D{rank} gives {_key(what)} up"
+            return f"D{rank} gives {name_key(what)} up"
         case Kind.CANCEL_P:
             return f"P{rank} gives request {what} up"
         case Kind.EXPIRE:
-            return f"D{rank} has waited too long for {_key(what)}"
+            return f"D{rank} has waited too long for {name_key(what)}"
         case Kind.BREAK:
             return f"{_flight(world, what[0])} ends as {what[1].name}"
         case Kind.KILL:
-            return f"{'D' if what.side is Side.DECODE else _name(what)} dies"
+            return f"{'D' if what.side is Side.DECODE else name(what)} dies"
 
 
-def _name(peer: Peer) -> str:
-    return f"{'D' if peer.side is Side.DECODE else 'P'}{peer.rank}"
+def name(peer: Peer) -> str:
+    """A process, with a dash for each life before."""
+    return f"{'D' if peer.side is Side.DECODE else 'P'}{peer.rank}{_life(peer)}"
 
 
-def _key(key: TransferKey) -> str:
-    return f"room {key.room}.{key.generation}"
+def _life(of: Peer | TransferKey) -> str:
+    return "'" * of.incarnation
+
+
+def name_key(key: TransferKey) -> str:
+    """A transfer: its room and generation, with a dash for each life of D before."""
+    return f"room {key.room}.{key.generation}{_life(key)}"
 
 
 def _piece(world: World, piece: int) -> str:
@@ -137,8 +151,8 @@ def _piece(world: World, piece: int) -> str:
 
 
 def _flight(world: World, flight: Flight) -> str:
-    return f"{_piece(world, flight.piece)} of {_key(flight.key)}"
+    return f"{_piece(world, flight.piece)} of {name_key(flight.key)}"
 
 
 def _message(envelope: Envelope) -> str:
-    return f"{type(envelope.message).__name__} {_key(envelope.message.key)}"
+    return f"{type(envelope.message).__name__} {name_key(envelope.message.key)}"

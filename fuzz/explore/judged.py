@@ -64,7 +64,7 @@ class Court:
             for key in self._keys(of_key, seen):
                 number = of_key.get(key)
                 if number is None:
-                    number = self.memo.id(self._fresh(instance))
+                    number = self.memo.id(self._fresh(instance, key.incarnation))
                 of_key[key] = self._transfer(number, seen)
         return self.memo.id((tuple(of_key.items()), instance))
 
@@ -86,8 +86,11 @@ class Court:
         key = getattr(seen, "key", None)
         if key is not None:
             return (key,)
-        # a world has one life of D, so that its ends concern every key
-        return tuple(known) if isinstance(seen, Died | Fenced) else ()
+        if not isinstance(seen, Died | Fenced):
+            return ()
+        peer = seen.peer if isinstance(seen, Died) else seen.at
+        ends = peer.side is Side.PREFILL
+        return tuple(key for key in known if ends or key.incarnation == peer.incarnation)
 
     def _transfer(self, number: int, seen: Observation) -> int:
         memo = self.memo
@@ -111,10 +114,13 @@ class Court:
         together = all(not done for life in apart.lockstep for _, done in life.done)
         return apart._replace(lockstep=self._lockstep) if together else apart
 
-    def _fresh(self, instance: int) -> Transfer:
+    def _fresh(self, instance: int, life: int) -> Transfer:
+        """The value of a key of that life of D of which nothing has been seen."""
         value: Instance = self.memo.values[instance]
-        gone = frozenset(peer for peer in value.dead if peer.side is Side.DECODE)
-        return Transfer((None,) * len(self.topology.writers), fenced=value.fenced, gone=gone)
+        fenced = frozenset(line for line in value.fenced if line[0].incarnation == life)
+        dead = (peer for peer in value.dead if peer.side is Side.DECODE)
+        gone = frozenset(peer for peer in dead if peer.incarnation == life)
+        return Transfer((None,) * len(self.topology.writers), fenced=fenced, gone=gone)
 
 
 def _told_apart(transfer: Transfer) -> Transfer:

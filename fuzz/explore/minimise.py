@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from fuzz.explore.choices import events
 from fuzz.explore.judged import Court
@@ -23,23 +24,43 @@ def minimised(court: Court, run: Sequence[Event], clause: str) -> Run:
     best = replay(court, run, to_rest=clause in LIVENESS)
     if not breaks(best, clause):
         raise ValueError(f"The run does not break {clause}: minimise one that does.")
-    size = max(1, len(best.events) // 2)
-    while size:
-        shorter = _without(court, best, size, clause)
-        if shorter is None:
-            size //= 2
-        else:
-            best = shorter
-    return best
+    lively = clause in LIVENESS
+    return fewest(
+        lambda events: replay(court, events, to_rest=lively), best, lambda r: breaks(r, clause)
+    )
 
 
-def _without(court: Court, run: Run, size: int, clause: str) -> Run | None:
-    """A shorter run, with `size` events in a row left out."""
-    for at in range(len(run.events) - size, -1, -1):
-        tried = replay(court, run.events[:at] + run.events[at + size :], to_rest=clause in LIVENESS)
-        if breaks(tried, clause) and len(tried.events) < len(run.events):
-            return tried
-    return None
+class Replayed(Protocol):
+    """A run, as far as its events were possible."""
+
+    @property
+    def events(self) -> Sequence[Event]: ...
+
+
+R = TypeVar("R", bound=Replayed)
+
+
+def fewest(again: Callable[[Sequence[Event]], R], run: R, bad: Callable[[R], bool]) -> R:
+    """A bad run from which no single event can be left out; `again` replays some."""
+    size = max(1, len(run.events) // 2)
+    while True:
+        shorter = _without(again, run, size, bad)
+        if size == 1 and len(shorter.events) == len(run.events):
+            return shorter
+        run, size = shorter, max(1, size // 2)
+
+
+def _without(
+    again: Callable[[Sequence[Event]], R], run: R, size: int, bad: Callable[[R], bool]
+) -> R:
+    """The run without each `size` events in a row that it does not need, the last ones first."""
+    at = len(run.events) - size
+    while at >= 0:
+        tried = again([*run.events[:at], *run.events[at + size :]])
+        if bad(tried) and len(tried.events) < len(run.events):
+            run = tried
+        at = min(at, len(run.events)) - size
+    return run
 
 
 def breaks(run: Run, clause: str) -> bool:

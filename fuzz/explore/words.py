@@ -30,13 +30,15 @@ class Kind(IntEnum):
     NOTICE = 14
     FENCE = 15
     GIVE_UP = 16
-    CANCEL_D = 17
-    CANCEL_P = 18
-    EXPIRE = 19
-    LOSE = 20
-    DOUBLE = 21
-    BREAK = 22
-    KILL = 23
+    MEET = 17
+    CANCEL_D = 18
+    CANCEL_P = 19
+    EXPIRE = 20
+    LOSE = 21
+    DOUBLE = 22
+    BREAK = 23
+    KILL = 24
+    RESTART = 25
 
 
 FAULTS = (Kind.KILL, Kind.LOSE, Kind.DOUBLE, Kind.BREAK, Kind.EXPIRE)
@@ -58,6 +60,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             that a timeout comes first: in all.
         first: what the first of them may be.
         aborts: requests that somebody gives up, on either side.
+        restarts: so often an instance with a dead process is started again, as a whole.
     """
 
     topology: Topology
@@ -70,6 +73,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     faults: int = 1
     first: tuple[Kind, ...] = FAULTS
     aborts: int = 1
+    restarts: int = 0
 
 
 class Event(NamedTuple):
@@ -107,12 +111,12 @@ class Around(NamedTuple):
     Fields:
         at_d, at_p: requests submitted so far to either side.
         waiting: those that wait at D for a destination.
-        reserved: those that had one, in order: the k-th has generation k + 1.
+        reserved: those that had one in this life of D, in order: the k-th has generation k + 1.
         given_up: requests that somebody gave up; the router tells everybody.
         dead: processes that ended.
         noticed: (rank of D, process of P) that it knows to be gone.
         fenced: (rank of D, process of P) whose writes there are over.
-        faults, aborts: still to be spent.
+        faults, aborts, restarts: still to be spent.
         aux: (rank of D, slot, key) of aux rows that somebody may still read.
         lost: some message was lost, so that timers go off.
         broken: some write ended with an unknown outcome, and its memory is gone for good.
@@ -120,6 +124,7 @@ class Around(NamedTuple):
 
     faults: int
     aborts: int
+    restarts: int = 0
     at_d: int = 0
     at_p: int = 0
     waiting: tuple[int, ...] = ()

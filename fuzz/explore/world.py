@@ -2,23 +2,20 @@
 
 The ranks are the protocol's own code (`systems.load_ranks`); the world carries out their actions:
 messages wait in a bag from which they are taken in any order, and posted writes land in parts
-while everything else goes on.  A state is a tuple of small integers, one for each part, so that a
-search over millions of states can keep them all (`fuzz.explore.intern`).
+while everything else goes on.
 
 The whole of a run is judged by `reference.drain`, from what was sent, posted and landed alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
 
-from fuzz.explore.intern import Interner
+from fuzz.explore.parts import Parts, State
 from fuzz.explore.turns import Effects, Prefill, decode_turn, prefill_actions, prefill_turn
-from fuzz.explore.words import Around, Bounds, Envelope, Event, Flight, Kind
+from fuzz.explore.words import Around, Envelope, Event, Flight, Kind
 from reference.protocol import (
     Arrived,
     Delivered,
@@ -28,7 +25,6 @@ from reference.protocol import (
     Observation,
     Outcome,
     Peer,
-    Phase,
     Reduced,
     Reserved,
     Sent,
@@ -38,71 +34,35 @@ from reference.protocol import (
     TransferKey,
 )
 
-State = tuple[int, ...]
-"""The number of each part: the ranks of D, the ranks of P, the bag, the flights, `Around`."""
 Next = tuple[State, tuple[Observation, ...]]
 
 
-class World:
+class World(Parts):
     """What may happen from a state, and what the next state then is."""
-
-    def __init__(self, bounds: Bounds, ranks: ModuleType) -> None:
-        self.bounds = bounds
-        self.ranks = ranks
-        self.memo = Interner()
-        topology = bounds.topology
-        self.decoders = tuple(Peer(Side.DECODE, r, 0) for r in range(len(topology.writers)))
-        self.writers = tuple(
-            Peer(Side.PREFILL, r, 0) for r in sorted(set().union(*topology.writers))
-        )
-        self.net = len(self.decoders) + len(self.writers)
-        """Where the bag stands in a state; the flights and `Around` follow."""
 
     def start(self) -> State:
         """Everybody is there, and nothing has been asked for."""
         topology = self.bounds.topology
         parts: list[Any] = []
         for me in self.decoders:
-            rank = self.ranks.DecodeRank(me, topology)
+            rank = self._born(me)
             for writer in topology.writers[me.rank]:
                 rank = rank.meet(self.writers[writer])
             parts.append(rank)
         for me in self.writers:
-            rank = self.ranks.PrefillRank(me, topology, self.bounds.completion)
+            rank = self._born(me)
             for reader in sorted(rank.targets):
                 rank = rank.meet(self.decoders[reader])
             parts.append(Prefill(rank))
-        around = Around(self.bounds.faults, self.bounds.aborts)
+        around = Around(self.bounds.faults, self.bounds.aborts, self.bounds.restarts)
         return tuple(map(self.memo.id, (*parts, (), (), around)))
 
-    @property
-    def _nobody(self) -> State:
-        """The parts of P and of the network, where D is looked at alone."""
-        return (*(self.memo.id(None) for _ in self.writers), *(2 * (self.memo.id(()),)))
-
-    def around(self, state: State) -> Around:
-        """The part of a state that is in no rank and in no network."""
-        return self.memo.values[state[-1]]
-
-    def decode_rank(self, state: State, rank: int) -> Any:
-        """A rank of D; None once it is dead."""
-        return self.memo.values[state[rank]]
-
-    def prefill(self, state: State, rank: int) -> Prefill | None:
-        """A rank of P; None once it is dead."""
-        return self.memo.values[state[len(self.decoders) + rank]]
-
-    def bag(self, state: State) -> tuple[Envelope, ...]:
-        """Messages on their way."""
-        return self.memo.values[state[-3]]
-
-    def flights(self, state: State) -> tuple[Flight, ...]:
-        """Writes on their way."""
-        return self.memo.values[state[-2]]
-
-    def parts_of(self, flight: Flight) -> int:
-        """In how many parts a piece lands; an aux row lands whole."""
-        return 1 if flight.piece == self.bounds.topology.pieces else self.bounds.parts
+    def _born(self, me: Peer) -> Any:
+        """A rank at the start of a life, which knows nobody."""
+        topology = self.bounds.topology
+        if me.side is Side.DECODE:
+            return self.ranks.DecodeRank(me, topology)
+        return self.ranks.PrefillRank(me, topology, self.bounds.completion)
 
     # What happens.
 
@@ -130,7 +90,8 @@ class World:
         for writer in self.writers:
             state, held = self._prefill(state, writer.rank, "submit", (request, room))
             state, more = self._prefill(state, writer.rank, "computed", (request, pieces))
-            seen += (Held(writer, request, room), *held, *more)
+            here = self.lives(state, Side.PREFILL)[writer.rank]
+            seen += (Held(here, request, room), *held, *more)
         return state, seen
 
     def decode_round(self, state: State) -> Next | None:
@@ -159,7 +120,8 @@ class World:
         after, more = self._reserve(after)
         if after == alone:
             return None
-        rounds = tuple(Reduced(me, 1, len(together)) for me in self.decoders)
+        lives = self.lives(alone, Side.DECODE)
+        rounds = tuple(Reduced(me, 1, len(together)) for me in lives)
         return after, rounds + seen + more
 
     def _reserve(self, state: State) -> Next:
@@ -181,7 +143,7 @@ class World:
                     self.bounds.rooms[request], request, places
                 )
                 state = self._put(state, me.rank, rank)
-                seen += (Reserved(me, key, (slot,)),)
+                seen += (Reserved(rank.me, key, (slot,)),)
                 if not self.bounds.advertise_apart:
                     state, more = self._decode(state, me.rank, "advertise", (key,))
                     seen += more
@@ -290,7 +252,7 @@ class World:
 
     def _retry(self, state: State, event: Event) -> Next:
         again = self.retried(state, event.rank, event.what)
-        me = self.decoders[event.rank]
+        me = self.decode_rank(state, event.rank).me
         return self._post(state, into=again), tuple(Sent(me, e.to, e.message) for e in again)
 
     def retried(self, state: State, rank: int, key: TransferKey) -> tuple[Envelope, ...]:
@@ -323,12 +285,12 @@ class World:
         peer: Peer = event.what
         if peer.side is Side.DECODE:
             return self._prefill(state, event.rank, "lose", (peer,))
-        here, around = self.decoders[event.rank], self.around(state)
+        here, around = self.decode_rank(state, event.rank).me, self.around(state)
         around = around._replace(noticed=around.noticed | {(here, peer)})
         return self._decode(self._with(state, around), event.rank, "lose", (peer,))
 
     def _fence(self, state: State, event: Event) -> Next:
-        peer, here = event.what, self.decoders[event.rank]
+        peer, here = event.what, self.decode_rank(state, event.rank).me
         over = tuple(f for f in self.flights(state) if (f.writer, f.to) == (peer, here))
         around = self.around(state)
         around = around._replace(fenced=around.fenced | {(here, peer)})
@@ -373,8 +335,11 @@ class World:
     def _kill(self, state: State, event: Event) -> Next:
         """A rank of P dies, or D as a whole.  What a dead process posted flies on."""
         peer: Peer = event.what
-        dead = self.decoders if peer.side is Side.DECODE else (peer,)
-        around = self._spend(state)
+        dead = self.lives(state, Side.DECODE) if peer.side is Side.DECODE else (peer,)
+        return self._end(self._with(state, self._spend(state)), dead)
+
+    def _end(self, state: State, dead: tuple[Peer, ...]) -> Next:
+        around = self.around(state)
         # the router sees that an instance is broken
         given_up = around.given_up | set(range(max(around.at_d, around.at_p)))
         around = around._replace(dead=around.dead | set(dead), given_up=given_up)
@@ -385,50 +350,47 @@ class World:
         state = self._fly(state, out=tuple(f for f in self.flights(state) if self._ends(f, dead)))
         return self._with(state, around), tuple(map(Died, dead))
 
+    def _restart(self, state: State, event: Event) -> Next:
+        """An instance begins another life; whoever is left of the former one ends."""
+        side: Side = event.what
+        state, seen = self._end(state, self.lives(state, side))
+        around = self.around(state)
+        life = 1 + max(peer.incarnation for peer in around.dead if peer.side is side)
+        around = around._replace(restarts=around.restarts - 1)
+        if side is Side.DECODE:
+            around = around._replace(waiting=(), reserved=(), aux=frozenset())
+        for me in self.decoders if side is Side.DECODE else self.writers:
+            born = self._born(me._replace(incarnation=life))
+            if side is Side.DECODE:
+                state = self._put(state, me.rank, born)
+            else:
+                state = self._put(state, len(self.decoders) + me.rank, Prefill(born))
+        return self._with(state, around), seen
+
+    def _meet(self, state: State, event: Event) -> Next:
+        """A rank of D and a process of P are introduced, one of which is new: whom the other knew
+        in its place is gone."""
+        writer: Peer = event.what
+        rank, prefill = self.decode_rank(state, event.rank), self.prefill(state, writer.rank)
+        assert prefill is not None, "who meets is alive"
+        reader, seen = rank.me, ()
+        former = [(event.rank, old) for old in rank.writers if old.rank == writer.rank]
+        former += [(writer.rank, old) for old in prefill.rank.readers if old.rank == reader.rank]
+        for here, old in former:
+            if old not in (writer, reader):
+                state, more = self._notice(state, Event(Kind.NOTICE, here, old))
+                seen += more
+        rank, prefill = self.decode_rank(state, event.rank), self.prefill(state, writer.rank)
+        state = self._put(state, event.rank, rank.meet(writer))
+        met = prefill._replace(rank=prefill.rank.meet(reader))
+        return self._put(state, len(self.decoders) + writer.rank, met), seen
+
     def _ends(self, flight: Flight, dead: tuple[Peer, ...]) -> bool:
         """Whether nothing of a flight is left to happen once these have died."""
         landed = flight.parts == self.parts_of(flight)
         return (landed and flight.writer in dead) or (flight.settled and flight.to in dead)
 
-    # How a state becomes another.
-
-    def _spend(self, state: State) -> Around:
-        around = self.around(state)
-        return around._replace(faults=around.faults - 1)
-
-    def _put(self, state: State, part: int, value: Any) -> State:
-        return (*state[:part], self.memo.id(value), *state[part + 1 :])
-
-    def _with(self, state: State, around: Around) -> State:
-        return (*state[:-1], self.memo.id(around))
-
-    def _post(
-        self, state: State, *, out: tuple[Envelope, ...] = (), into: tuple[Envelope, ...] = ()
-    ) -> State:
-        return self._bagged(state, -3, out, into)
-
-    def _fly(
-        self, state: State, *, out: tuple[Flight, ...] = (), into: tuple[Flight, ...] = ()
-    ) -> State:
-        return self._bagged(state, -2, out, into)
-
-    def _bagged(self, state: State, part: int, out: tuple, into: tuple) -> State:
-        """The state with some taken out of a bag and others put in."""
-        if not out and not into:
-            return state
-        bag = self.memo.once(
-            ("bagged", state[part], out, into),
-            lambda: self.memo.id(self._refilled(self.memo.values[state[part]], out, into)),
-        )
-        part += len(state)
-        return (*state[:part], bag, *state[part + 1 :])
-
-    def _refilled(self, bag: tuple, out: tuple, into: tuple) -> tuple:
-        left = list(bag)
-        for item in out:
-            left.remove(item)
-        # the order of a bag says nothing: any fixed one will do
-        return tuple(sorted((*left, *into), key=self.memo.id))
+    # How a rank takes its turn.
 
     def _decode(self, state: State, rank: int, method: str, args: tuple[Any, ...]) -> Next:
         """A turn of a rank of D, and what it does to the outside."""
@@ -438,35 +400,6 @@ class World:
         reserved = self.around(state).reserved
         failed = [reserved[key.generation - 1] for key in effects.failed]
         return self._given_up(state, failed), effects.observations
-
-    def _name(self, state: State, flight: Flight) -> State:
-        """An aux row has landed: it names its transfer, wherever it came to lie."""
-        around, place = self.around(state), (flight.to, flight.slot)
-        others = {row for row in around.aux if row[:2] != place}
-        aux = frozenset(others | {(*place, flight.key)})
-        return self._unread(self._with(state, around._replace(aux=aux)))
-
-    def _unread(self, state: State) -> State:
-        """Forget aux rows that nobody will read any more."""
-        around = self.around(state)
-        if not around.aux:
-            return state
-        awaited = {
-            (me, transfer.places[0][0])
-            for me in self.decoders
-            if (rank := self.decode_rank(state, me.rank)) is not None
-            for transfer in rank.transfers
-            if transfer.phase is Phase.ADVERTISED
-        }
-        aux = frozenset(row for row in around.aux if row[:2] in awaited)
-        return self._with(state, around._replace(aux=aux))
-
-    def _given_up(self, state: State, requests: Collection[int]) -> State:
-        """A rank gave requests up: the router tells the others."""
-        around = self.around(state)
-        if around.given_up.issuperset(requests):
-            return state
-        return self._with(state, around._replace(given_up=around.given_up | set(requests)))
 
     def _decode_turn(
         self, state: State, rank: int, method: str, args: tuple[Any, ...]
@@ -480,14 +413,12 @@ class World:
             lambda: self._numbered(decode_turn(before, method, args, named, round=round)),
         )
 
-    def _dead(self, state: State, peer: Peer) -> bool:
-        return peer in self.around(state).dead
-
     def _aux_of(self, state: State, rank: int, args: tuple[Any, ...]) -> Any:
         """What a rank of D would read in the aux row of the key that a message is about."""
-        for transfer in self.decode_rank(state, rank).transfers:
+        here = self.decode_rank(state, rank)
+        for transfer in here.transfers:
             if transfer.key == args[0].key:
-                place = (self.decoders[rank], transfer.places[0][0])
+                place = (here.me, transfer.places[0][0])
                 rows = self.around(state).aux
                 return next((key for *at, key in rows if tuple(at) == place), None)
         return None
@@ -504,10 +435,3 @@ class World:
 
     def _numbered(self, turn: tuple[Any, Effects]) -> tuple[int, Effects]:
         return self.memo.id(turn[0]), turn[1]
-
-    def _carry(self, state: State, effects: Effects) -> State:
-        """Send what a rank sent; what goes to the dead is lost at once."""
-        envelopes, dead = effects.envelopes, self.around(state).dead
-        if dead:
-            envelopes = tuple(e for e in envelopes if e.to not in dead)
-        return self._fly(self._post(state, into=envelopes), into=effects.flights)

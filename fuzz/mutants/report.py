@@ -25,7 +25,8 @@ import systems
 from fuzz import targets
 from fuzz.mutants.exploring import explore
 from fuzz.mutants.registry import Mutant, find, names
-from fuzz.run import Outcome, execute
+from fuzz.outcome import Outcome
+from fuzz.run import execute
 from fuzz.shrink import shrink
 from fuzz.tape import SplitMix, Tape
 from fuzz.workers import workers

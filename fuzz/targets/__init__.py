@@ -1,4 +1,4 @@
-"""What a campaign does to an engine: pool sizes, a mix of operations, and what must be seen."""
+"""What a campaign does to what it tests: pool sizes, a mix of operations, and what must be seen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fuzz.targets.setup import Pin, Ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One way to drive an engine.
+    """One way to drive an engine, or the ranks of the drain protocol.
 
     Fields:
-        ranges: the pools that it draws.
+        ranges: the pools that it draws; None drives no engine, but ranks (`fuzz.interleave`).
         weights: how often each operation is drawn, for generation; those left out, never.
         required: events that a campaign of a few hundred executions must have seen.
         stamped_only: those of them that no model run can show.
@@ -22,9 +22,9 @@ class Target:
     """
 
     name: str
-    ranges: Ranges
-    weights: Mapping[str, float]
     required: frozenset[str]
+    ranges: Ranges | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
     stamped_only: frozenset[str] = frozenset()
     narrowed: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
     operations: int = 24
@@ -63,7 +63,9 @@ def find(name: str) -> Target:
 def _targets() -> dict[str, Target]:
     from fuzz.targets.host_restore import HOST_RESTORE
     from fuzz.targets.hot_buffer import HOT_BUFFER
+    from fuzz.targets.multi_rank import MULTI_RANK
     from fuzz.targets.prefix_split import PREFIX_SPLIT
     from fuzz.targets.slot_reuse import SLOT_REUSE
 
-    return {target.name: target for target in (PREFIX_SPLIT, SLOT_REUSE, HOT_BUFFER, HOST_RESTORE)}
+    known = (PREFIX_SPLIT, SLOT_REUSE, HOT_BUFFER, HOST_RESTORE, MULTI_RANK)
+    return {target.name: target for target in known}
