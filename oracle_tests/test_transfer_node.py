@@ -232,6 +232,23 @@ def test_an_instance_ends_and_is_started_again(ranks: int, turn: int, side: Side
         must_be_clean(world)
 
 
+@rank_counts
+def test_a_prompt_that_is_cached_already_keeps_the_pages_of_its_transfer(ranks: int) -> None:
+    """D has cached the first one's pages when its twin goes live; a third needs what a D that freed
+    the twin's duplicates would hand out, while the twin's transfer still holds them."""
+    with simulated(ranks=ranks, pages=14) as world:
+        twins = [world.ask(prompt(0, 32), steps=0, kept=True) for _ in range(2)]
+        world.run(lambda: all(twin.live for twin in twins))
+        third = world.ask(prompt(3, 32))
+        world.run(lambda: is_done(third))
+        assert world.verdict(arrivals=True, live=False) is None
+        for twin in twins:
+            world.finish(twin)
+        world.run()
+        assert all(map(is_right, [*twins, third]))
+        must_be_clean(world)
+
+
 def test_a_dead_writer_is_fenced_before_its_memory_is_used_again() -> None:
     """Its write lands after the abort, and not after the fence."""
     with simulated(pages=ONE_AT_A_TIME) as world:

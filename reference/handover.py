@@ -62,8 +62,9 @@ class Handover(Protocol):
 
     def adopt(self, request: RequestId) -> None:
         """All parts of a reserved request have landed: from now on it is a running request with
-        its prompt complete.  Its whole pages are shared at once if its end is a checkpoint, and
-        where the same pages are cached already it switches to those and frees its own."""
+        its prompt complete.  Its whole pages are shared at once if its end is a checkpoint, unless
+        the same pages are cached already: then it keeps its own until it leaves, as the transfer
+        counts on them until then."""
         ...
 
     def drop(self, request: RequestId) -> None:

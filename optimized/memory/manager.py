@@ -156,8 +156,8 @@ class Memory:
         self.pools.copy_state(int(self.table.state[record.slot]), record.checkpoints[length])
 
     def complete(self, record: Request) -> None:
-        """Note that all of a request's prompt is stored.  One whose pages are being read stays
-        as it is where sharing would free some of them."""
+        """Note that all of a request's prompt is stored.  One that takes part in a transfer stays
+        as it is where sharing would free some of its pages."""
         if not (record.placed and self._has_duplicates(record)):
             self.share(record)
 

@@ -26,7 +26,8 @@ class Request:
         checkpoints: prefix length to state slot, of those that the tree does not have yet.
         draft_states: [n, kda_layers, state_width] KDA state after each draft of a verify that
             waits for `accept`.
-        placed: another engine may be reading its pages, so they must stay its own.
+        placed: its pages must stay its own until it leaves: another engine may be reading them, or
+            they came in a transfer, which gives them back as one.
         reserved: its parts are still to come from another engine; it does not run.
     """
 

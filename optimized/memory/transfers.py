@@ -74,6 +74,8 @@ def reserve(memory: Memory, request: RequestId, tokens: Array) -> Places:
 def adopt(memory: Memory, record: Request) -> None:
     """Let a reserved request run, all of whose parts have landed."""
     record.reserved = False
+    # its pages were reserved as one, and are given back as one
+    record.placed = True
     slots = np.array([record.slot])
     memory.advance(slots, memory.table.known[slots])
     memory.complete(record)
