@@ -15,6 +15,8 @@ import pytest
 from optimized.transfer import decode_node, drain, prefill_node
 from optimized.transfer import ranks as protocol
 from optimized.transfer.plan import Aux, encode_aux
+from optimized.transfer.simulated import SimulatedTransport
+from optimized.transfer.transport import Refused, Write
 from oracle_tests.transfer_cases import PLAIN
 from oracle_tests.transfer_runs import (
     ONE_AT_A_TIME,
@@ -33,6 +35,7 @@ from reference.contract import Component, Engine, RequestId
 from reference.drain import Clause
 from reference.protocol import (
     Abort,
+    Arrived,
     Completion,
     Dropped,
     Fenced,
@@ -212,6 +215,28 @@ def test_places_of_another_geometry_are_not_written_to(
         assert asked.failed
         assert any(isinstance(seen, Dropped) for seen in world.log)
         must_be_clean(world)
+
+
+@rank_counts
+def test_a_write_that_the_transport_refuses_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """A ticket that does not hold: P goes on, nothing is written, and D takes no chance."""
+
+    def refuse(self: SimulatedTransport, write: Write) -> None:
+        raise Refused("row 7 is not on offer: advertise rows of the pool.")
+
+    with simulated(ranks=ranks) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedTransport, "post", refuse)
+            asked = world.ask(prompt(0, 20))
+            world.run(lambda: asked.failed)
+            world.run(lambda: any(is_move(seen, Phase.QUARANTINED) for seen in world.log))
+        after = world.ask(prompt(1, 20))
+        world.run(lambda: is_done(after))
+        assert is_right(after)
+        assert not any(isinstance(s, Arrived) and s.key.room == asked.room for s in world.log)
+        assert world.verdict(arrivals=True, live=False) is None
 
 
 @rank_counts

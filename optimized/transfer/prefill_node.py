@@ -28,6 +28,7 @@ from reference.protocol import (
     Dropped,
     Held,
     Message,
+    Outcome,
     Peer,
     Post,
     Posted,
@@ -170,7 +171,16 @@ class PrefillNode(Node):
                     assert runs is not None, "what could not be planned is closed"
                     self._note(Posted(self.me, key, to, piece, _source(self._transfer(key, to))))
                     write = Write(key=key, to=to, piece=piece, runs=runs, note=note)
-                    self.transport.post(write)
+                    self._start(write)
+
+    def _start(self, write: Write) -> None:
+        """Post a write.  One that the transport refuses has a peer that errs: what that peer takes
+        for its own is not to be trusted either, so the write counts as broken."""
+        try:
+            self.transport.post(write)
+        except Refused as refusal:
+            log.warning("%s is not written to %s: %s", write.key, write.to, refusal)
+            self._end_write(WriteEnded(write.key, write.to, write.piece, Outcome.BROKEN))
 
     def _tell_what_ended(self, before: ranks.PrefillRank) -> None:
         """What was closed, and which sources were given up, since `before`."""

@@ -99,8 +99,12 @@ class Transport(Protocol):
         """Send a message, at best effort; to an unknown or lost peer it is dropped."""
 
     def post(self, write: Write) -> None:
-        """Start a write to a connected peer and return at once.  Never raises for a peer's or the
-        network's fault: that is a WriteEnded with BROKEN or UNKNOWN."""
+        """Start a write to a connected peer and return at once.  What the network or the end of a
+        peer does to it is a WriteEnded with BROKEN or UNKNOWN.
+
+        Raises:
+            Refused: it lies outside what the peer offered; nothing was started.
+        """
 
     def poll(self) -> Sequence[Event]:
         """What happened since the last call, without waiting."""
