@@ -13,18 +13,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter, validators
-from rich.console import Console, RenderableType
+from cyclopts import App, CycloptsError
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 import systems
 from fuzz import campaign, capacity, case, mutants, targets
 from fuzz.capacity import Budget, Layers, Ratios
-from fuzz.explore import bounds as named_bounds
-from fuzz.explore import command as explore_command
+from fuzz.explore.command import explore
 from fuzz.mutants import report as kill_report
 from fuzz.outcome import Outcome
 from fuzz.run import execute
@@ -32,12 +30,16 @@ from fuzz.stamps import StampError
 from fuzz.tape import Tape
 from fuzz.targets.setup import KPool, Payload, PhysicalPageSize, Pin
 from fuzz.terminal import (
-    Terminal,
+    JsonFile,
+    Positive,
+    Processes,
     UsageError,
     bars,
     check_writable,
     check_writable_folder,
     deliver,
+    err,
+    out,
     write_file,
 )
 from fuzz.verify.capacity import CapacityError
@@ -45,7 +47,6 @@ from fuzz.verify.mooncake import TraceError
 from fuzz.verify.report import run_verify, tables
 from reference.contract import ContractError
 from reference.geometry import Geometry, GeometryError, ModelShape, RowFormat
-from reference.protocol import Completion
 
 BAD_INPUT = (
     CycloptsError,
@@ -63,16 +64,13 @@ BAD_INPUT = (
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
-Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
-Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 app = App(
     name="kvoracle",
     help="Correctness oracle and fuzzer for the KV-cache paths of LLM serving engines.",
     suppress_keyboard_interrupt=False,
 )
-out, err = Terminal(), Console(stderr=True)
+app.command(explore)
 
 
 @app.command
@@ -295,84 +293,6 @@ def geometry(
         table.add_row(name, str(value))
     deliver(out, [table], json=json, result=sizes)
     return 0
-
-
-@app.command
-def explore(
-    protocol: Literal["drain"],
-    *,
-    ranks: Positive = 2,
-    requests: Positive = 2,
-    reuse: int = 1,
-    components: Positive = 2,
-    parts: Positive = 2,
-    faults: int = 1,
-    aborts: int = 1,
-    completion: Literal["notify", "status"] = "status",
-    limit: Positive = 5_000_000,
-    seconds: int = 0,
-    seed: int = 0,
-    processes: Processes = 2,
-    mutant: str | None = None,
-    json: JsonFile = None,
-) -> int:
-    """Look at every run of the drain protocol within bounds: messages, writes, rounds, aborts and
-    faults in every order.  Exit status 0 when all were seen and none breaks a clause.
-
-    Parameters
-    ----------
-    protocol
-        What to explore.
-    reuse
-        So many of the requests take the destination and the room of an earlier one.
-    components
-        Pieces that a writer sends, its aux row among them.
-    parts
-        In so many parts a piece of data lands.
-    faults
-        Messages lost, doubled or too late, writes broken, processes killed: so many in a run.
-    aborts
-        Requests given up, on either side: so many in a run.
-    completion
-        One status message a writer, or a notification with each piece.
-    limit
-        States at which a search stops.
-    seconds
-        Afterwards walk at random, and by PCT, for so long each.
-    mutant
-        Plant this fault first.
-    """
-    check_writable(json)
-    if mutant and mutants.find(mutant).target != "drain":
-        raise UsageError(
-            f"{mutant} is a fault of an engine: plant it with `kvoracle fuzz "
-            f"{mutants.find(mutant).target} --mutant {mutant}`."
-        )
-    try:
-        bounds = named_bounds.bounds(
-            ranks=ranks,
-            requests=requests,
-            reuse=reuse,
-            components=components,
-            parts=parts,
-            faults=faults,
-            aborts=aborts,
-            completion=Completion[completion.upper()],
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    with bars(err) as tick:
-        result = explore_command.explored(
-            bounds,
-            processes=processes,
-            limit=limit,
-            mutant=mutant,
-            seconds=seconds,
-            seed=seed,
-            tick=tick,
-        )
-    deliver(out, explore_command.shown(result), json=json, result=result)
-    return 0 if result.passed else 1
 
 
 @app.command(name="capacity")

@@ -8,12 +8,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter, validators
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
+Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 Tick = Callable[[str, int, int], None]
 """Called with a part's name, the units done and the units in all."""
@@ -50,6 +55,9 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Called while the error is handled: it goes on to `show`."""
         raise
+
+
+out, err = Terminal(), Console(stderr=True)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Literal
 
 import msgspec
 from rich.console import RenderableType
@@ -12,6 +13,7 @@ from rich.table import Table
 
 import systems
 from fuzz import mutants
+from fuzz.explore.bounds import bounds as bounds_of
 from fuzz.explore.draw import drawn
 from fuzz.explore.judged import Court
 from fuzz.explore.minimise import minimised
@@ -20,8 +22,20 @@ from fuzz.explore.schedule import Pct, Random, Scheduler, Walk
 from fuzz.explore.search import Found, shortest
 from fuzz.explore.words import Bounds, Event
 from fuzz.explore.world import World
-from fuzz.terminal import Tick
+from fuzz.terminal import (
+    JsonFile,
+    Positive,
+    Processes,
+    Tick,
+    UsageError,
+    bars,
+    check_writable,
+    deliver,
+    err,
+    out,
+)
 from reference.drain import Violation
+from reference.protocol import Completion
 
 
 class Walked(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +76,83 @@ class Explored(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Everything within the bounds was looked at, and nothing is broken."""
         return self.clause is None and self.found.fixpoint
+
+
+def explore(
+    protocol: Literal["drain"],
+    *,
+    ranks: Positive = 2,
+    requests: Positive = 2,
+    reuse: int = 1,
+    components: Positive = 2,
+    parts: Positive = 2,
+    faults: int = 1,
+    aborts: int = 1,
+    completion: Literal["notify", "status"] = "status",
+    limit: Positive = 5_000_000,
+    seconds: int = 0,
+    seed: int = 0,
+    processes: Processes = 2,
+    mutant: str | None = None,
+    json: JsonFile = None,
+) -> int:
+    """Look at every run of the drain protocol within bounds: messages, writes, rounds, aborts and
+    faults in every order.  Exit status 0 when all were seen and none breaks a clause.
+
+    Parameters
+    ----------
+    protocol
+        What to explore.
+    reuse
+        So many of the requests take the destination and the room of an earlier one.
+    components
+        Pieces that a writer sends, its aux row among them.
+    parts
+        In so many parts a piece of data lands.
+    faults
+        Messages lost, doubled or too late, writes broken, processes killed: so many in a run.
+    aborts
+        Requests given up, on either side: so many in a run.
+    completion
+        One status message a writer, or a notification with each piece.
+    limit
+        States at which a search stops.
+    seconds
+        Afterwards walk at random, and by PCT, for so long each.
+    mutant
+        Plant this fault first.
+    """
+    check_writable(json)
+    if mutant and mutants.find(mutant).target != "drain":
+        raise UsageError(
+            f"{mutant} is a fault of an engine: plant it with `kvoracle fuzz "
+            f"{mutants.find(mutant).target} --mutant {mutant}`."
+        )
+    try:
+        bounds = bounds_of(
+            ranks=ranks,
+            requests=requests,
+            reuse=reuse,
+            components=components,
+            parts=parts,
+            faults=faults,
+            aborts=aborts,
+            completion=Completion[completion.upper()],
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with bars(err) as tick:
+        result = explored(
+            bounds,
+            processes=processes,
+            limit=limit,
+            mutant=mutant,
+            seconds=seconds,
+            seed=seed,
+            tick=tick,
+        )
+    deliver(out, shown(result), json=json, result=result)
+    return 0 if result.passed else 1
 
 
 def explored(
