@@ -65,7 +65,7 @@ def _values(search, state):
     transfers, instance = values[state[-1]]
     judged = tuple((key, values[number]) for key, number in transfers)
     bags = frozenset(values[state[-4]]), frozenset(values[state[-3]])
-    ranks = tuple(values[part] for part in state[: search.world.net])
+    ranks = tuple(values[part] for part in state[: search.world.bag_column])
     return (*ranks, *bags, values[state[-2]], judged, values[instance])
 
 

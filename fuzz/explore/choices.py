@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 from fuzz.explore.words import Around, Envelope, Event, Kind
 from fuzz.explore.world import State, World
@@ -21,32 +22,77 @@ from reference.protocol import (
 BEFORE_LIVE = (Phase.RESERVED, Phase.ADVERTISED, Phase.LANDED)
 
 
+class Group(NamedTuple):
+    """Events that are found together.
+
+    Fields:
+        name: tells the group from others, in what is remembered.
+        columns: the parts of a state in which they are found; `find` looks at no others.
+        guards: conditions on single events of the group.
+    """
+
+    name: Hashable
+    columns: tuple[int, ...]
+    find: Callable[[World, State], Iterable[Event]]
+    guards: tuple[Guard, ...] = ()
+
+
+class Guard(NamedTuple):
+    """A condition on an event, which depends on `columns` of the state alone."""
+
+    columns: tuple[int, ...]
+    holds: Callable[[World, State, Event], bool]
+
+
+def groups(world: World) -> tuple[Group, ...]:
+    """All groups of a world, the ordinary first."""
+    return world.memo.once("groups", lambda: _groups(world))
+
+
 def events(world: World, state: State) -> list[Event]:
-    """All that may happen next.  Each part's share is worked out once for each of its values."""
-    once, d, around = world.memo.once, len(world.decoders), state[-1]
-    found = list(once(("new", state[0], state[d], around), lambda: _submissions(world, state)))
-    # only rounds that change something
-    if world.decode_round(state) is not None:
-        found.append(Event(Kind.ROUND_D))
-    if world.prefill_round(state) is not None:
-        found.append(Event(Kind.ROUND_P))
-    for rank in range(d):
-        here = ("d", rank, state[rank], around, *state[d : world.net])
-        found += once(here, lambda r=rank: tuple(_at_decode(world, state, r)))
-    for rank in range(len(world.writers)):
-        here = ("p", rank, state[d + rank], around)
-        found += once(here, lambda r=rank: tuple(_at_prefill(world, state, r)))
-    told = ("relays", *state[: world.net], around)
-    found += once(told, lambda: tuple(_relays(world, state)))
-    found += once(("bag", state[-3], around), lambda: tuple(_messages(world, state)))
-    found += once(("air", state[-2], around), lambda: tuple(_writes(world, state)))
-    if _may(world, world.around(state), Kind.LOSE):
-        found += _losses(world, state)
-    if world.around(state).lost:
-        found += _retries(world, state)
-    if world.around(state).dead:
-        found += _lives(world, state)
+    """All that may happen next.  Each group is looked at once for each value of its parts."""
+    once, found = world.memo.once, []
+    for group in groups(world):
+        here = (group.name, *[state[column] for column in group.columns])
+        some = once(here, lambda g=group: tuple(g.find(world, state)))
+        found += [e for e in some if _allowed(world, state, e, group)] if group.guards else some
     return found
+
+
+def _allowed(world: World, state: State, event: Event, group: Group) -> bool:
+    for number, guard in enumerate(group.guards):
+        here = (group.name, number, event, *[state[column] for column in guard.columns])
+        if not world.memo.once(here, lambda g=guard: g.holds(world, state, event)):
+            return False
+    return True
+
+
+def _groups(world: World) -> tuple[Group, ...]:
+    d, p = world.d_columns, world.p_columns
+    bag, air, around = world.bag_column, world.air_column, world.around_column
+    ranks = (*d, *p)
+    return (
+        Group("new", (d[0], p[0], around), _submissions),
+        Group("round d", (*d, around), _decode_round),
+        Group("round p", (*p, around), _prefill_round),
+        *(Group(("d", r), (d[r], *p, around), partial(_at_decode, rank=r)) for r in range(len(d))),
+        *(Group(("p", r), (p[r], around), partial(_at_prefill, rank=r)) for r in range(len(p))),
+        Group("relays", (*ranks, around), _relays),
+        Group("bag", (bag, around), _messages),
+        Group("air", (air, around), _writes),
+        Group("lost", (bag, around), _losses, _rests(world)),
+        Group("again", (*d, around), _retries, _rests(world, *d, around)),
+        Group("lives", (*ranks, around), _lives),
+    )
+
+
+def _rests(world: World, *also: int) -> tuple[Guard, ...]:
+    """That nothing else is under way between the ends of an event, which `also` tell."""
+    return (
+        Guard((*also, world.bag_column), _bag_rests),
+        Guard((*also, world.air_column), _air_rests),
+        Guard((*also, *world.p_columns), _writers_rest),
+    )
 
 
 def fair(world: World, state: State, event: Event) -> bool:
@@ -89,6 +135,17 @@ def _submissions(world: World, state: State) -> tuple[Event, ...]:
         ):
             found.append(Event(kind))
     return tuple(found)
+
+
+def _decode_round(world: World, state: State) -> Iterator[Event]:
+    # only rounds that change something
+    if world.decode_round(state) is not None:
+        yield Event(Kind.ROUND_D)
+
+
+def _prefill_round(world: World, state: State) -> Iterator[Event]:
+    if world.prefill_round(state) is not None:
+        yield Event(Kind.ROUND_P)
 
 
 def _at_decode(world: World, state: State, rank: int) -> Iterator[Event]:
@@ -185,6 +242,8 @@ def _broken(around: Around, *ranks: Peer) -> bool:
 
 def _lives(world: World, state: State) -> Iterator[Event]:
     """Instances that may start again, and processes that then have to meet."""
+    if not world.around(state).dead:
+        return
     around, decode = world.around(state), world.lives(state, Side.DECODE)
     prefill = world.lives(state, Side.PREFILL)
     for side, alive, all_ranks in (
@@ -201,20 +260,33 @@ def _lives(world: World, state: State) -> Iterator[Event]:
                 yield Event(Kind.MEET, reader.rank, writer)
 
 
-def eager(world: World, state: State, found: list[Event]) -> list[Event]:
-    """The events to look at, of those that may happen: all, or one that may as well come first.
+def eager(world: World) -> tuple[Group, ...]:
+    """Groups of an event that may as well come first: where there is one, no other need be looked
+    at.
 
     Such a one commutes with whatever else may happen, now or later, and no clause can tell the
     two orders apart (an ample set of one; Clarke, Grumberg and Peled, "Model checking", chapter
     on partial order reduction).  They are: a request that comes to D, where it waits for a round,
     and the first part of a piece that lands, since only the last one ends the write.
     """
-    for event in found:
-        if event.kind is Kind.SUBMIT_D:
-            return [event]
-        if event.kind is Kind.ARRIVE and event.what.parts + 1 < world.parts_of(event.what):
-            return [event]
-    return found
+    found = {group.name: group for group in groups(world)}
+    return (
+        Group("request", found["new"].columns, _request),
+        Group("part", found["air"].columns, _part),
+    )
+
+
+def _request(world: World, state: State) -> Iterable[Event]:
+    return (event for event in _submissions(world, state) if event.kind is Kind.SUBMIT_D)
+
+
+def _part(world: World, state: State) -> Iterable[Event]:
+    early = (
+        event
+        for event in _writes(world, state)
+        if event.kind is Kind.ARRIVE and event.what.parts + 1 < world.parts_of(event.what)
+    )
+    return islice(early, 1)
 
 
 def _messages(world: World, state: State) -> Iterator[Event]:
@@ -244,50 +316,59 @@ def _writes(world: World, state: State) -> Iterator[Event]:
 def _losses(world: World, state: State) -> Iterator[Event]:
     """Messages that the network loses.  It does so once nothing else is under way between the two:
     until then one that is lost is as good as one that is late."""
-    for envelope in dict.fromkeys(world.bag(state)):
-        key, ends = envelope.message.key, _ends(envelope)
-        if _at_rest(world, state, key, ends, but=envelope):
+    if _may(world, world.around(state), Kind.LOSE):
+        for envelope in dict.fromkeys(world.bag(state)):
             yield Event(Kind.LOSE, 0, envelope)
 
 
 def _retries(world: World, state: State) -> Iterator[Event]:
     """Timers of D.  They go off once nothing else is under way between a rank and its writers: a
     message repeated sooner is one that the network doubled."""
+    if not world.around(state).lost:
+        return
     for me in world.decoders:
         here = world.decode_rank(state, me.rank)
         for transfer in here.transfers if here is not None else ():
-            again = world.retried(state, me.rank, transfer.key)
-            if again and all(_at_rest(world, state, transfer.key, _ends(e)) for e in again):
+            if world.retried(state, me.rank, transfer.key):
                 yield Event(Kind.RETRY, me.rank, transfer.key)
 
 
-def _ends(envelope: Envelope) -> tuple[Peer, Peer]:
-    """The rank of D and the process of P between which a message is."""
+Ends = tuple[TransferKey, Peer, Peer]
+"""A rank of D and a process of P, and what they talk about."""
+
+
+def _ends(envelope: Envelope) -> Ends:
     message = envelope.message
     if isinstance(message, Advertise | Abort):
-        return message.at, envelope.to
-    return envelope.to, message.writer
+        return message.key, message.at, envelope.to
+    return message.key, envelope.to, message.writer
 
 
-def _at_rest(
-    world: World,
-    state: State,
-    key: TransferKey,
-    ends: tuple[Peer, Peer],
-    *,
-    but: Envelope | None = None,
-) -> bool:
-    """Whether no message and no write about `key` is under way between two ends, but one."""
+def _all_ends(world: World, state: State, event: Event) -> set[Ends]:
+    """Between whom messages are lost or said again."""
+    if event.kind is Kind.LOSE:
+        return {_ends(event.what)}
+    return set(map(_ends, world.retried(state, event.rank, event.what)))
+
+
+def _bag_rests(world: World, state: State, event: Event) -> bool:
     bag = list(world.bag(state))
-    if but is not None:
-        bag.remove(but)
-    if any(e.message.key == key and _ends(e) == ends for e in bag):
-        return False
-    here, there = ends
-    if any((f.key, f.to, f.writer) == (key, here, there) for f in world.flights(state)):
-        return False
-    prefill = world.prefill(state, there.rank)
-    if prefill is None or prefill.rank.me != there:
-        return True
-    piece = prefill.taken or next(iter(prefill.rank.take()[1]), None)
-    return piece is None or (piece.key, piece.to) != (key, here)
+    if event.kind is Kind.LOSE:
+        bag.remove(event.what)
+    return _all_ends(world, state, event).isdisjoint(map(_ends, bag))
+
+
+def _air_rests(world: World, state: State, event: Event) -> bool:
+    flying = ((flight.key, flight.to, flight.writer) for flight in world.flights(state))
+    return _all_ends(world, state, event).isdisjoint(flying)
+
+
+def _writers_rest(world: World, state: State, event: Event) -> bool:
+    """Whether no writer is about to send what would come between."""
+    alive = [world.prefill(state, writer.rank) for writer in world.writers]
+    begun = set()
+    for prefill in filter(None, alive):
+        piece = prefill.taken or next(iter(prefill.rank.take()[1]), None)
+        if piece is not None:
+            begun.add((piece.key, piece.to, prefill.rank.me))
+    return _all_ends(world, state, event).isdisjoint(begun)

@@ -75,10 +75,10 @@ def breaks(run: Run, clause: str) -> bool:
 def followed(court: Court, symmetry: Symmetry, run: Sequence[Event]) -> tuple[Event, ...]:
     """A run of a search that kept one state of each class, with the names of one real run."""
     real = court.start()
-    kept, done = symmetry.least(real), []
+    kept, done = symmetry.least_of(real), []
     for event in run:
         try:
-            kept = symmetry.least(court.happen(kept, event))
+            kept = symmetry.least_of(court.happen(kept, event))
         except Violation:
             kept = None
         for other in _renamings(symmetry, event):
@@ -91,7 +91,7 @@ def followed(court: Court, symmetry: Symmetry, run: Sequence[Event]) -> tuple[Ev
             if after is None or kept is None:
                 if after is kept:
                     return (*done, other)
-            elif symmetry.least(after)[:-1] == kept[:-1]:
+            elif symmetry.least_of(after)[:-1] == kept[:-1]:
                 done.append(other)
                 real = after
                 break

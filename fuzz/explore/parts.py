@@ -18,6 +18,9 @@ from reference.protocol import Peer, Phase, Side
 State = tuple[int, ...]
 """The number of each part: the ranks of D, the ranks of P, the bag, the flights, `Around`."""
 
+UNSEEN = object()
+"""Stands for a part that is not looked at."""
+
 
 class Parts:
     """Reads and writes the parts of states; ranks are told nothing."""
@@ -31,13 +34,19 @@ class Parts:
         self.writers = tuple(
             Peer(Side.PREFILL, r, 0) for r in sorted(set().union(*topology.writers))
         )
-        self.net = len(self.decoders) + len(self.writers)
-        """Where the bag stands in a state; the flights and `Around` follow."""
+        # where each part stands in a state
+        d, net = len(self.decoders), len(self.decoders) + len(self.writers)
+        self.d_columns, self.p_columns = tuple(range(d)), tuple(range(d, net))
+        self.bag_column, self.air_column, self.around_column = net, net + 1, net + 2
 
-    @property
-    def _nobody(self) -> State:
-        """The parts of P and of the network, where D is looked at alone."""
-        return (*(self.memo.id(None) for _ in self.writers), *(2 * (self.memo.id(()),)))
+    def only(self, state: State, columns: Collection[int]) -> State:
+        """The state without all other ranks, and with nothing else on its way."""
+        unseen, nothing = self.memo.id(UNSEEN), self.memo.id(())
+        net = (self.bag_column, self.air_column)
+        return tuple(
+            part if column in columns else nothing if column in net else unseen
+            for column, part in enumerate(state)
+        )
 
     def around(self, state: State) -> Around:
         """The part of a state that is in no rank and in no network."""
@@ -98,12 +107,16 @@ class Parts:
         """The state with some taken out of a bag and others put in."""
         if not out and not into:
             return state
-        bag = self.memo.once(
-            ("bagged", state[part], out, into),
-            lambda: self.memo.id(self._refilled(self.memo.values[state[part]], out, into)),
-        )
         part += len(state)
-        return (*state[:part], bag, *state[part + 1 :])
+        return (*state[:part], self.refilled(state[part], out, into), *state[part + 1 :])
+
+    def refilled(self, bag: int, out: tuple, into: tuple) -> int:
+        """The number of a bag with some taken out and others put in."""
+        memo = self.memo
+        return memo.once(
+            ("refilled", bag, out, into),
+            lambda: memo.id(self._refilled(memo.values[bag], out, into)),
+        )
 
     def _refilled(self, bag: tuple, out: tuple, into: tuple) -> tuple:
         left = list(bag)

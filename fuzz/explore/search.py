@@ -9,20 +9,25 @@ ever from a good state that it can always still reach.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fuzz.explore.choices import eager, events, fair
 from fuzz.explore.judged import Court
 from fuzz.explore.minimise import LIVENESS, breaks, followed
+from fuzz.explore.rows import Growing, Ints, Rows
 from fuzz.explore.schedule import Run, replay
+from fuzz.explore.steps import Steps
 from fuzz.explore.symmetry import Symmetry
 from fuzz.explore.words import Event
 from fuzz.explore.world import State, World
 from reference.drain import Clause, Violation
+
+AT_ONCE = 1 << 14
+"""States whose steps are taken together: so many that the work is numpy's, and so few that it stays
+in the caches of a core."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,33 +58,34 @@ class Search:
         self.court = Court(world)
         self.reduce = reduce
         self.symmetry = Symmetry(world)
-        self.number: dict[State, int] = {}
-        self.states: list[State] = []
+        self.steps = Steps(self.court, reduce=reduce)
+        self._rows = Rows(world.around_column + 2)
         # the event by which each state was first reached, and from where
-        self.parent = array("q")
-        self.how: list[Event | None] = []
-        # edges that fair runs take
-        self.sources, self.targets = array("q"), array("q")
+        self._reached = Growing(2)
+        # edges that fair runs take, as they were found
+        self._edges: list[tuple[Ints, Ints]] = []
         self.transitions = 0
+
+    @property
+    def states(self) -> Ints:
+        """[n, columns]: the states in the order in which they were reached."""
+        return self._rows.rows
 
     def run(self, *, limit: int, progress: Callable[[int, int], None] = lambda s, d: None) -> Found:
         """Search, until there are `limit` states."""
-        self._reached(self.court.start(), -1, None)
+        start = np.array([self.court.start()], np.int32)
+        self._rows.add(self.symmetry.least(start) if self.reduce else start)
+        self._reached.append((-1, -1))
         depth, first = 0, 0
-        while first < len(self.states) <= limit:
-            level = len(self.states)
-            for number in range(first, level):
-                for event in self._events(self.states[number]):
-                    self.transitions += 1
-                    try:
-                        after = self.court.happen(self.states[number], event)
-                    except Violation as violation:
-                        run = (*self.run_to(number), event)
-                        return self._found(depth + 1, False, violation, run)
-                    self._reached(after, number, event)
+        while first < len(self._rows) <= limit:
+            level = len(self._rows)
+            for begin in range(first, level, AT_ONCE):
+                broken = self._take(begin, min(begin + AT_ONCE, level))
+                if broken is not None:
+                    return self._broken(depth + 1, *broken)
             first, depth = level, depth + 1
-            progress(len(self.states), depth)
-        if len(self.states) > limit:
+            progress(len(self._rows), depth)
+        if len(self._rows) > limit:
             return self._found(depth, False)
         stuck = self._stuck()
         if stuck is None:
@@ -89,47 +95,58 @@ class Search:
     def run_to(self, number: int) -> tuple[Event, ...]:
         """The events by which a state was first reached, each with the names of its own state."""
         run: list[Event] = []
-        while self.parent[number] >= 0:
-            event = self.how[number]
-            assert event is not None, "every state but the first was reached by an event"
-            run.append(event)
-            number = self.parent[number]
+        while number > 0:
+            number, event = self._reached.rows[number].tolist()
+            run.append(self.steps.events[event])
         return tuple(reversed(run))
 
-    def _events(self, state: State) -> list[Event]:
-        world_state = state[:-1]
-        found = events(self.world, world_state)
-        return eager(self.world, world_state, found) if self.reduce else found
+    def _take(self, begin: int, end: int) -> tuple[int, Event] | None:
+        """Take all steps from some states; the first that breaks a clause, if one does."""
+        taken = self.steps.next(self.states[begin:end])
+        sources = taken.sources + np.int32(begin)
+        self.transitions += len(sources)
+        if taken.broken.any():
+            first = int(np.flatnonzero(taken.broken)[np.argmin(sources[taken.broken])])
+            return int(sources[first]), self.steps.events[taken.events[first]]
+        states = self.symmetry.least(taken.states) if self.reduce else taken.states
+        numbers, new = self._rows.add(states)
+        self._reached.extend(np.stack([sources[new], taken.events[new]], axis=1))
+        self._edges.append((sources[taken.fair], numbers[taken.fair]))
+        return None
 
-    def _reached(self, state: State, parent: int, event: Event | None) -> None:
-        if self.reduce:
-            state = self.symmetry.least(state)
-        number = self.number.setdefault(state, len(self.states))
-        if number == len(self.states):
-            self.states.append(state)
-            self.parent.append(parent)
-            self.how.append(event)
-        if event is not None and fair(self.world, self.states[parent][:-1], event):
-            self.sources.append(parent)
-            self.targets.append(number)
+    def _broken(self, depth: int, number: int, event: Event) -> Found:
+        run = (*self.run_to(number), event)
+        try:
+            self.court.happen(self.state(number), event)
+        except Violation as violation:
+            return self._found(depth, False, violation, run)
+        raise AssertionError(f"{event} breaks a clause among many states, and alone it does not")
+
+    def state(self, number: int) -> State:
+        """One state."""
+        return tuple(self.states[number].tolist())
 
     def _stuck(self) -> int | None:
         """The first state from which no fair run comes to a good rest."""
-        good = np.array([self._rests(state) for state in self.states])
-        sources, targets = np.asarray(self.sources), np.asarray(self.targets)
-        while True:
-            more = sources[good[targets] & ~good[sources]]
-            if not len(more):
-                break
-            good[more] = True
+        good, before = self._resting(), -1
+        # most edges lead to states that came later
+        while before != (before := int(good.sum())):
+            for sources, targets in reversed(self._edges):
+                good[sources[good[targets]]] = True
         bad = np.flatnonzero(~good)
         return int(bad[0]) if len(bad) else None
 
+    def _resting(self) -> NDArray[np.bool_]:
+        """Where nothing is left to do and nobody waits without cause."""
+        world, nothing = self.world, self.world.memo.id(())
+        on_its_way = self.states[:, (world.bag_column, world.air_column)]
+        resting = (on_its_way == nothing).all(axis=1)
+        for number in np.flatnonzero(resting):
+            resting[number] = self._rests(self.state(number))
+        return resting
+
     def _rests(self, state: State) -> bool:
-        """Whether nothing is left to do and nobody waits without cause."""
         world, world_state = self.world, state[:-1]
-        if world.bag(world_state) or world.flights(world_state):
-            return False
         around, decode = world.around(world_state), world.decode_rank(world_state, 0)
         held = decode is not None and bool(decode.transfers)
         asked = min(around.at_d, around.at_p) == len(world.bounds.rooms) and not around.waiting
@@ -141,20 +158,16 @@ class Search:
 
     def _why(self, stuck: int) -> Violation:
         """What is wrong where a fair run from a bad state comes to stand still."""
-        follows: dict[int, list[int]] = {}
-        for source, target in zip(self.sources, self.targets, strict=True):
-            follows.setdefault(source, []).append(target)
-        left, seen = [stuck], {stuck}
-        while left:
-            last = left.pop()
-            if not follows.get(last):
-                break
-            new = [n for n in follows[last] if n not in seen]
-            left += new
-            seen.update(new)
-        return self._ended(self.states[last]) or Violation(
-            Clause.L5, "A fair run goes on for ever, and no request ends."
-        )
+        sources, targets = map(np.concatenate, zip(*self._edges, strict=True))
+        left, seen = np.array([stuck]), np.zeros(len(self._rows), np.bool_)
+        while len(left):
+            seen[left] = True
+            last = left[~np.isin(left, sources)]
+            if len(last):
+                return self._ended(self.state(last[0])) or _for_ever()
+            left = np.unique(targets[np.isin(sources, left)])
+            left = left[~seen[left]]
+        return _for_ever()
 
     def _found(
         self,
@@ -164,7 +177,7 @@ class Search:
         run: tuple[Event, ...] = (),
     ) -> Found:
         return Found(
-            states=len(self.states),
+            states=len(self._rows),
             transitions=self.transitions,
             depth=depth,
             fixpoint=fixpoint,
@@ -172,6 +185,10 @@ class Search:
             sentence=violation.sentence if violation else "",
             run=followed(self.court, self.symmetry, run) if self.reduce else run,
         )
+
+
+def _for_ever() -> Violation:
+    return Violation(Clause.L5, "A fair run goes on for ever, and no request ends.")
 
 
 def shortest(world: World, bad: Run, *, limit: int = 20_000, live: int = 200_000) -> Run:

@@ -8,17 +8,21 @@ gives (Ip and Dill, "Better verification through symmetry", 1996).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from fuzz.explore.rows import Dense, Ints
 from fuzz.explore.world import State, World
 from reference.protocol import Peer, Topology
 
 
 class Symmetry:
-    """Finds the representative of a state."""
+    """Finds the representatives of states."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -27,39 +31,40 @@ class Symmetry:
         # other topologies are searched in full
         renamings = permutations(range(ranks)) if ranks == writers else ()
         self.renamings = [p for p in renamings if _keeps(topology, p) and p != tuple(range(ranks))]
-        # for each renaming: parts that have been renamed, and from which place each place's comes
-        self._known: dict[tuple[int, ...], tuple[dict[int, int], tuple[int, ...]]] = {}
-        for to in self.renamings:
-            back = sorted(range(ranks), key=to.__getitem__)
-            rest = range(world.net, world.net + 3)
-            self._known[to] = ({}, (*back, *(ranks + old for old in back), *rest))
+        # for each renaming and column: the column that it comes from, and how that is renamed
+        self._columns = [self._columns_of(to) for to in self.renamings]
 
-    def least(self, state: State) -> State:
-        """The representative of a judged state's class: the world's part decides."""
-        world = state[:-1]
-        best, by = world, None
-        for to in self.renamings:
-            other = self._renamed(world, to)
-            if other < best:
-                best, by = other, to
-        if by is None:
-            return state
-        return (*best, self._once("judge", state[-1], by, self._judge))
+    def least(self, states: Ints) -> Ints:
+        """The representatives of judged states, [n, columns]."""
+        best = states
+        for columns in self._columns:
+            other = np.stack([rename(states[:, column]) for column, rename in columns], axis=1)
+            best = np.where(_below(other, best)[:, None], other, best)
+        return best
 
-    def _renamed(self, state: State, to: tuple[int, ...]) -> State:
-        known, places = self._known[to]
-        try:
-            return tuple([known[state[place]] for place in places])
-        except KeyError:
-            for place in places:
-                bag = place in (self.world.net, self.world.net + 1)
-                rename = self._bag if bag else self._value
-                known[state[place]] = self._once("part", state[place], to, rename)
-            return self._renamed(state, to)
+    def least_of(self, state: State) -> State:
+        """The representative of one state."""
+        return tuple(self.least(np.array([state], np.int32))[0].tolist())
 
-    def _once(self, what: str, part: int, to: tuple[int, ...], rename: Rename) -> int:
+    def _columns_of(self, to: tuple[int, ...]) -> list[tuple[int, Dense]]:
+        back = sorted(range(len(to)), key=to.__getitem__)
+        world = self.world
+        value, bag, judge = (
+            Dense(partial(self._once, to=to, rename=rename))
+            for rename in (self._value, self._bag, self._judge)
+        )
+        return [
+            *((world.d_columns[rank], value) for rank in back),
+            *((world.p_columns[rank], value) for rank in back),
+            *((world.bag_column, bag), (world.air_column, bag), (world.around_column, value)),
+            (world.around_column + 1, judge),
+        ]
+
+    def _once(self, part: int, *, to: tuple[int, ...], rename: Rename) -> int:
         memo = self.world.memo
-        return memo.once((what, part, to), lambda: memo.id(rename(memo.values[part], to)))
+        return memo.once(
+            ("renamed", rename.__name__, part, to), lambda: memo.id(rename(memo.values[part], to))
+        )
 
     def _value(self, value: Any, to: tuple[int, ...]) -> Any:
         return renamed(value, to)
@@ -70,8 +75,8 @@ class Symmetry:
 
     def _judge(self, value: Any, to: tuple[int, ...]) -> Any:
         transfers, instance = value
-        named = tuple((key, self._once("transfer", n, to, self._transfer)) for key, n in transfers)
-        return named, self._once("part", instance, to, self._value)
+        named = tuple((key, self._once(n, to=to, rename=self._transfer)) for key, n in transfers)
+        return named, self._once(instance, to=to, rename=self._value)
 
     def _transfer(self, value: Any, to: tuple[int, ...]) -> Any:
         phases = list(value.phases)
@@ -98,6 +103,14 @@ def renamed(value: Any, to: tuple[int, ...]) -> Any:
         fields = value.__struct_fields__
         return type(value)(**{name: renamed(getattr(value, name), to) for name in fields})
     return value
+
+
+def _below(one: Ints, other: Ints) -> NDArray[np.bool_]:
+    """Where a row comes before another, [n]."""
+    below = np.zeros(len(one), np.bool_)
+    for mine, theirs in zip(one.T[::-1], other.T[::-1], strict=True):
+        below = (mine < theirs) | ((mine == theirs) & below)
+    return below
 
 
 def _keeps(topology: Topology, to: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ The whole of a run is judged by `reference.drain`, from what was sent, posted an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from msgspec.structs import replace
@@ -69,7 +70,8 @@ class World(Parts):
     def happen(self, state: State, event: Event) -> tuple[State, tuple[Observation, ...]]:
         """The state after `event`, which must be one of those that may happen, and what an
         observer notes down of it."""
-        return getattr(self, f"_{event.kind.name.lower()}")(state, event)
+        after, seen = getattr(self, f"_{event.kind.name.lower()}")(state, event)
+        return after if after[-1] == state[-1] else self._cleared(after, self.around(state)), seen
 
     def _submit_d(self, state: State, event: Event) -> Next:
         around = self.around(state)
@@ -99,7 +101,7 @@ class World(Parts):
         ids = state[: len(self.decoders)]
         if any(self.memo.values[part] is None for part in ids):
             return None
-        alone = (*ids, *self._nobody, state[-1])
+        alone = self.only(state, (*self.d_columns, self.around_column))
         turn = self.memo.once(("round", alone), lambda: self._decode_round(alone))
         if turn is None:
             return None
@@ -154,14 +156,14 @@ class World(Parts):
     def prefill_round(self, state: State) -> Next | None:
         """A round of P; None where it changes nothing."""
         first = len(self.decoders)
-        ids = state[first : self.net]
+        ids = state[first : self.bag_column]
         if any(self.memo.values[part] is None for part in ids):
             return None
         turn = self.memo.once(("round", ids), lambda: self._prefill_round(state))
         if turn is None:
             return None
         parts, effects = turn
-        after = (*state[:first], *parts, *state[self.net :])
+        after = (*state[:first], *parts, *state[self.bag_column :])
         return self._given_up(self._carry(after, effects), effects.sources), effects.observations
 
     def _prefill_round(self, state: State) -> tuple[State, Effects] | None:
@@ -256,10 +258,9 @@ class World(Parts):
         return self._post(state, into=again), tuple(Sent(me, e.to, e.message) for e in again)
 
     def retried(self, state: State, rank: int, key: TransferKey) -> tuple[Envelope, ...]:
-        """What a timer of D sends again; one copy on its way is enough."""
+        """What a timer of D sends again, to those that are alive."""
         _, effects = self._decode_turn(state, rank, "retry", (key,))
-        on_its_way = {*self.bag(state), *(e for e in effects.envelopes if self._dead(state, e.to))}
-        return tuple(e for e in effects.envelopes if e not in on_its_way)
+        return tuple(e for e in effects.envelopes if not self._dead(state, e.to))
 
     def _end_reading(self, state: State, event: Event) -> Next:
         return self._decode(state, event.rank, "end_reading", (event.what,))
@@ -291,10 +292,8 @@ class World(Parts):
 
     def _fence(self, state: State, event: Event) -> Next:
         peer, here = event.what, self.decode_rank(state, event.rank).me
-        over = tuple(f for f in self.flights(state) if (f.writer, f.to) == (peer, here))
         around = self.around(state)
-        around = around._replace(fenced=around.fenced | {(here, peer)})
-        state = self._fly(self._with(state, around), out=over)
+        state = self._with(state, around._replace(fenced=around.fenced | {(here, peer)}))
         state, seen = self._decode(state, event.rank, "fence", (peer,))
         return state, (Fenced(here, peer), *seen)
 
@@ -346,8 +345,6 @@ class World(Parts):
         for process in dead:
             part = 0 if process.side is Side.DECODE else len(self.decoders)
             state = self._put(state, part + process.rank, None)
-        state = self._post(state, out=tuple(e for e in self.bag(state) if e.to in dead))
-        state = self._fly(state, out=tuple(f for f in self.flights(state) if self._ends(f, dead)))
         return self._with(state, around), tuple(map(Died, dead))
 
     def _restart(self, state: State, event: Event) -> Next:
@@ -385,10 +382,43 @@ class World(Parts):
         met = prefill._replace(rank=prefill.rank.meet(reader))
         return self._put(state, len(self.decoders) + writer.rank, met), seen
 
-    def _ends(self, flight: Flight, dead: tuple[Peer, ...]) -> bool:
-        """Whether nothing of a flight is left to happen once these have died."""
-        landed = flight.parts == self.parts_of(flight)
-        return (landed and flight.writer in dead) or (flight.settled and flight.to in dead)
+    def _cleared(self, state: State, before: Around) -> State:
+        """The state without what came to its end with those who have died since `before`."""
+        around, nothing = self.around(state), self.memo.id(())
+        lost = self.memo.id((around.dead - before.dead, around.fenced - before.fenced))
+        bag, air = (
+            self.carried(state[column], nothing, nothing, lost)
+            for column in (self.bag_column, self.air_column)
+        )
+        return (*state[: self.bag_column], bag, air, state[-1])
+
+    def carried(self, number: int, out: int, into: int, lost: int) -> int:
+        """What is on its way after some was taken out and other put in, all by their numbers.
+        `lost` are those who died, and the pairs (rank of D, process of P) between which no write
+        is possible any more."""
+        values = self.memo.values
+        after = self.refilled(number, values[out], values[into])
+        dead, fenced = values[lost]
+        if not dead and not fenced:
+            return after
+        over = (item for item in values[after] if self._is_over(item, dead, fenced))
+        return self.refilled(after, tuple(over), ())
+
+    def _is_over(
+        self,
+        item: Envelope | Flight,
+        dead: Collection[Peer],
+        fenced: Collection[tuple[Peer, Peer]],
+    ) -> bool:
+        """Whether nothing is left to happen of something that was on its way."""
+        if isinstance(item, Envelope):
+            return item.to in dead
+        landed = item.parts == self.parts_of(item)
+        return (
+            (item.to, item.writer) in fenced
+            or (landed and item.writer in dead)
+            or (item.settled and item.to in dead)
+        )
 
     # How a rank takes its turn.
 
