@@ -53,7 +53,7 @@ rank_counts = pytest.mark.parametrize("ranks", [1, 2], ids=lambda ranks: f"{rank
 styles = pytest.mark.parametrize("completion", Completion, ids=lambda style: style.name.lower())
 
 
-@rank_counts
+@pytest.mark.parametrize("ranks", [1, 2, 4], ids=lambda ranks: f"{ranks} ranks")
 @styles
 @pytest.mark.parametrize("hisparse", [False, True], ids=["flat", "hisparse"])
 def test_d_decodes_what_one_engine_would(
@@ -70,9 +70,10 @@ def test_d_decodes_what_one_engine_would(
         must_be_clean(world)
 
 
-def test_d_is_within_the_references_bounds() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_d_is_within_the_references_bounds(ranks: int) -> None:
     """The stored rows that came over, and what is decoded from them, against float64."""
-    with simulated(random.Random(1).randrange, ranks=2) as world:
+    with simulated(random.Random(1).randrange, ranks=ranks) as world:
         asked = world.ask(prompt(0, 39), steps=6, kept=True)
         world.run(lambda: is_done(asked))
         engine, length = world.ends[Side.DECODE].instance, 45
@@ -82,7 +83,7 @@ def test_d_is_within_the_references_bounds() -> None:
         tokens = (asked.tokens + asked.sampled)[:length]
         assert audit(weights(), SHAPE4, PLAIN, tokens, rows, outputs).violations == []
         # the other rank's heads are no rounding
-        wrong = replace(rows, state=[row.view(2, -1).flip(0).view(1, -1) for row in rows.state])
+        wrong = replace(rows, state=[row.view(ranks, -1).flip(0).view(1, -1) for row in rows.state])
         assert audit(weights(), SHAPE4, PLAIN, tokens, wrong, outputs).violations
         world.finish(asked)
         world.run()
