@@ -101,12 +101,11 @@ def change(world: World, event: Event, state: State) -> Change:
     here = world.only(state, (*ranks_of(world, event), world.around_column))
     here = (*here[: world.bag_column], bag, air, here[world.around_column])
     after, seen = world.happen(here, event)
-    old, new = world.around(here), world.around(after)
     return Change(
         parts=(*after[: world.bag_column], after[world.around_column]),
         bag=(bag, after[world.bag_column]),
         air=(air, after[world.air_column]),
-        lost=id((new.dead - old.dead, new.fenced - old.fenced)),
+        lost=world.lost(world.around(here), world.around(after)),
         seen=id(seen),
         fair=fair(world, here, event),
     )

@@ -384,18 +384,22 @@ class World(Parts):
 
     def _cleared(self, state: State, before: Around) -> State:
         """The state without what came to its end with those who have died since `before`."""
-        around, nothing = self.around(state), self.memo.id(())
-        lost = self.memo.id((around.dead - before.dead, around.fenced - before.fenced))
+        nothing, lost = self.memo.id(()), self.lost(before, self.around(state))
         bag, air = (
             self.carried(state[column], nothing, nothing, lost)
             for column in (self.bag_column, self.air_column)
         )
         return (*state[: self.bag_column], bag, air, state[-1])
 
+    def lost(self, before: Around, after: Around) -> int:
+        """The number of what `carried` must know of those that are gone, if some are newly so."""
+        gone = (after.dead, after.fenced)
+        return self.memo.id(gone if gone != (before.dead, before.fenced) else ((), ()))
+
     def carried(self, number: int, out: int, into: int, lost: int) -> int:
         """What is on its way after some was taken out and other put in, all by their numbers.
-        `lost` are those who died, and the pairs (rank of D, process of P) between which no write
-        is possible any more."""
+        `lost` are all who have died, and the pairs (rank of D, process of P) between which no
+        write is possible any more."""
         values = self.memo.values
         after = self.refilled(number, values[out], values[into])
         dead, fenced = values[lost]
@@ -413,12 +417,9 @@ class World(Parts):
         """Whether nothing is left to happen of something that was on its way."""
         if isinstance(item, Envelope):
             return item.to in dead
-        landed = item.parts == self.parts_of(item)
-        return (
-            (item.to, item.writer) in fenced
-            or (landed and item.writer in dead)
-            or (item.settled and item.to in dead)
-        )
+        can_land = item.parts < self.parts_of(item) and item.to not in dead
+        will_be_told = not item.settled and item.writer not in dead
+        return (item.to, item.writer) in fenced or not (can_land or will_be_told)
 
     # How a rank takes its turn.
 
