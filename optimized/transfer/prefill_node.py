@@ -75,6 +75,8 @@ class PrefillNode(Node):
     def submit(self, request: RequestId, room: int, length: int) -> None:
         """Keep a running request of the engine, whose prompt is `length` tokens long, for D, which
         will ask for it by this number of the router's."""
+        # all ranks keep its pages from the same moment on, and not from when each first sends
+        self._engine.places(request)
         self._sources[request] = _Source(length, self._clock())
         self._note(Held(self.me, request, room))
         self._carry(self.rank.submit(request, room))
