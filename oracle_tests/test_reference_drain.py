@@ -162,6 +162,17 @@ def test_a_dead_rank_of_d_excuses_its_peers_and_its_writers() -> None:
     breaks([*advertise(TWO, K), *free_sources(TWO, 1)], TWO, Clause.L5)
 
 
+def test_a_writer_may_hear_of_its_writes_after_their_reader_and_another_writer_died() -> None:
+    """The key is free at D, which knows that all is there, before the writer has asked."""
+    shape = topology(fan_in=2)
+    run, late = full(shape), settle(K, d(), p(1), 0)
+    run.remove(*late)
+    run = [seen for seen in run if not isinstance(seen, SourceFreed)]
+    assert judge([*run, *late, *free_sources(shape, 2)], shape) is None
+    assert judge([*run, Died(peer=d()), Died(peer=p(0)), *late], shape, live=False) is None
+    breaks([*run, *late, *late], shape, Clause.ORDER, live=False)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.BROKEN, Outcome.UNKNOWN])
 def test_only_a_handle_of_unknown_end_keeps_a_source(outcome: Outcome) -> None:
     run = advertise(ONE, K) + post(K, d(), p(), 0) + settle(K, d(), p(), 0, outcome)

@@ -121,7 +121,8 @@ class Transfer(NamedTuple):
 
 
 def shrunk(transfer: Transfer) -> Transfer:
-    """The constant for a key that is free everywhere with no write left; others as they are."""
+    """The constant for a key that is free everywhere with no write left, but for who is gone: what
+    was written to them may still settle.  Others as they are."""
     if transfer.taken or transfer.posted or any(p is not Phase.FREE for p in transfer.phases):
         return transfer
-    return Transfer(transfer.phases)
+    return Transfer(transfer.phases, gone=transfer.gone)
