@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], sentence: str) -> N
     ("changes", "sentence"),
     [
         ({"version": 2}, "the peer speaks version 2 and this process version 1"),
+        ({"peer": Peer(Side.PREFILL, 1, 2**63)}, "incarnations upwards, below 2"),
         ({"peer": Peer(Side.PREFILL, 2, 3)}, "number ranks from 0"),
         ({"peer": Peer(Side.PREFILL, -1, 3)}, "number ranks from 0"),
         ({"nonce": b"short"}, "cannot be read"),
@@ -128,6 +129,24 @@ def test_damage_is_refused_or_checked(at: int, put: bytes, cut: int, short: bool
 def test_a_region_is_items_of_bytes(memory: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"give a contiguous \[items, item bytes\] uint8 view"):
         introduce(Peer(Side.DECODE, 0, 0), INSTANCE, [Region("kv", memory)], reach={})
+
+
+@pytest.mark.parametrize(
+    ("names", "items", "sentence"),
+    [
+        (("kv", "kv"), 8, "give each a name of its own"),
+        (("kv", ""), 8, "of 1 to 64 characters"),
+        (("kv", "i" * 65), 8, "of 1 to 64 characters"),
+        (("kv", "index"), 0, "region 'kv' is empty: leave it out"),
+    ],
+)
+def test_regions_are_named_and_of_some_size(
+    names: tuple[str, ...], items: int, sentence: str
+) -> None:
+    """Here, where it can be mended, and not at the peer, which would only see bytes."""
+    regions = [Region(name, torch.zeros(items, 32, dtype=torch.uint8)) for name in names]
+    with pytest.raises(ValueError, match=sentence):
+        introduce(Peer(Side.DECODE, 0, 0), INSTANCE, regions, reach={})
 
 
 def test_a_process_is_reaped_once_it_was_waited_for() -> None:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from optimized.transfer.hello import decode as decode_hello
-from optimized.transfer.transport import PeerFenced, PeerLost, Received, WriteEnded
+from optimized.transfer.transport import PeerFenced, PeerLost, Received, Refused, WriteEnded
 from oracle_tests.nixl_child import (
     ITEM_BYTES,
     KEY,
@@ -175,19 +175,19 @@ def test_a_stopped_target_stalls_the_write() -> None:
 
 
 def test_a_target_of_the_same_name_gets_nothing_stale() -> None:
+    """And none of the same life is taken for it."""
     with node(prefill(), stamp=1) as p:
         with target() as d:
             join(p, d)
             start(p, d)
-        with target() as again:
-            assert again.hello != d.hello
+        with target() as again, pytest.raises(Refused, match="a higher incarnation"):
+            p.connect(again.hello)
+        with target(incarnation=2) as again:
             join(p, again)
-            p.write(decode(), 0, 0, 8, piece=1)
-            until(lambda: again("poll") and len(p.events) == 2, p)
-            assert set(p.events) - {PeerLost(decode())} == {
-                ended(decode(), Outcome.BROKEN),
-                ended(decode(), Outcome.LANDED, piece=1),
-            }
+            p.write(decode(2), 0, 0, 8, piece=1)
+            done = {ended(decode(), Outcome.BROKEN), ended(decode(2), Outcome.LANDED, piece=1)}
+            until(lambda: again("poll") and done <= set(p.events), p)
+            assert set(p.events) - {PeerLost(decode())} == done
             assert again("landed", 1, 0, 0, 8) == 8 * ITEM_BYTES // 8
             assert again("intruders", 0, 8) == 0
 

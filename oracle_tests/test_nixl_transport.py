@@ -151,6 +151,17 @@ def test_messages_arrive_as_they_were_sent(pair: tuple[Node, Node]) -> None:
         assert sorted(map(repr, node.events)) == sorted(repr(Received(m)) for m in MESSAGES)
 
 
+def test_what_is_no_message_is_ignored(pair: tuple[Node, Node]) -> None:
+    p, d = pair
+    ack = msgspec.msgpack.encode(Ack(KEY, prefill()))
+    deep = b"\x94" + ack[1:] + b"\x91" * 20_000 + b"\x90"  # one more item, which none reads
+    for garbage in (b"", b"\xc1", b"\xa3\xff\xff\xff", msgspec.msgpack.encode([1]), deep):
+        p.transport.endpoint.agent.send_notif(p.transport._link(decode()).remote.name, garbage)
+    p.transport.send(decode(), Ack(KEY, prefill()))
+    until(lambda: d.events, p, d)
+    assert d.events == [Received(Ack(KEY, prefill()))]
+
+
 def test_a_note_says_that_its_bytes_are_there(pair: tuple[Node, Node]) -> None:
     p, d = pair
     p.write(decode(), 3, 10, 5)
@@ -268,6 +279,22 @@ def test_hellos_repeat_but_never_go_back(pair: tuple[Node, Node]) -> None:
     until(lambda: later.events, p, later)
     assert later.landed(1, 0, 0, 1) == WORDS
     later.close()
+
+
+def test_no_other_process_takes_a_peers_name(pair: tuple[Node, Node]) -> None:
+    """It would acknowledge what the first one wrote; in its own life it is welcome."""
+    p, d = pair
+    for incarnation in (1, 2):
+        successor = Node(prefill(incarnation), ITEMS)
+        if incarnation == 1:
+            with pytest.raises(Refused, match="start this one with a higher incarnation"):
+                d.connect(successor.hello())
+            d.connect(p.hello())
+        else:
+            d.connect(successor.hello())
+            with pytest.raises(Refused, match="sent an old hello"):
+                d.connect(p.hello())
+        successor.close()
 
 
 def test_nobody_unknown_is_fenced(pair: tuple[Node, Node]) -> None:

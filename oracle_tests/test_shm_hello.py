@@ -135,7 +135,11 @@ def test_an_offer_that_does_not_hold_is_left(ends, changes, here, there):
     assert_falls_back(source, target)
 
 
-@pytest.mark.parametrize("offer", [b"", b"\xc1", msgspec.msgpack.encode([1])])
+DEEP = b"\x81\xa1z" + b"\x91" * 100_000 + b"\x90"
+"""An unknown field, nested more deeply than any decoder goes."""
+
+
+@pytest.mark.parametrize("offer", [b"", b"\xc1", msgspec.msgpack.encode([1]), DEEP])
 def test_an_offer_that_cannot_be_read_is_left(ends, offer):
     source, target = ends
     parsed = hellos.decode(target.transport.hello())
@@ -179,7 +183,7 @@ def test_the_owner_hands_nothing_to_a_visitor_that_does_not_fit(
 def test_garbage_at_the_socket_stops_nobody(ends):
     source, target = ends
     name = offer_of(hellos.decode(target.transport.hello())).socket
-    for garbage in (b"\xc1", b"", msgspec.msgpack.encode(["Visit"])):
+    for garbage in (b"\xc1", b"", msgspec.msgpack.encode(["Visit"]), DEEP):
         with shm_hello.socket.socket(1, shm_hello.socket.SOCK_SEQPACKET) as stranger:
             stranger.settimeout(60)
             stranger.connect("\0" + name)

@@ -30,8 +30,9 @@ from oracle_tests.transfer_runs import (
     simulated,
     weights,
 )
+from oracle_tests.transfer_world import Asked
 from reference.bounds import Stored, audit
-from reference.contract import Component, Engine, RequestId
+from reference.contract import Component, Engine, InvalidCall, RequestId
 from reference.drain import Clause
 from reference.protocol import (
     Abort,
@@ -158,6 +159,46 @@ def test_a_request_is_given_up_by_one_end(ranks: int, side: Side, turn: int) -> 
         world.run()
         assert all(map(is_done, others))
         assert all(map(is_right, [first, *others]))
+        must_be_clean(world)
+
+
+@pytest.mark.parametrize("tokens", [[], [10**9], ["a"]], ids=["none", "unknown", "word"])
+@rank_counts
+def test_a_prompt_that_the_engine_does_not_take_ends_alone(ranks: int, tokens: Any) -> None:
+    with simulated(ranks=ranks, pages=ONE_AT_A_TIME) as world:
+        first, second = world.ask(prompt(0, 39)), world.ask(prompt(1, 39))
+        bad = Asked(RequestId(2), 2, tokens, 0, over={Side.PREFILL})
+        world.asked[bad.request] = bad
+        for node in world.ends[Side.DECODE].nodes:
+            node.submit(bad.request, bad.room, tokens)
+        last = world.ask(prompt(3, 17))
+        world.run()
+        assert bad.failed
+        assert all(map(is_right, [first, second, last]))
+        assert all(map(is_done, [first, second, last]))
+        must_be_clean(world)
+
+
+def test_what_a_node_is_told_wrongly_changes_nothing() -> None:
+    with simulated() as world:
+        asked = world.ask(prompt(0, 39))
+        [reader], [writer] = (world.ends[side].nodes for side in (Side.DECODE, Side.PREFILL))
+        before = reader.rank, writer.rank
+        for call, sentence in (
+            (lambda: reader.submit(asked.request, 5, [1]), "is here already: submit each once"),
+            (lambda: writer.submit(asked.request, 5, 39), "is here already: submit each once"),
+            (lambda: reader.submit(RequestId(7), 2**63, [1]), "number rooms by integers from 0"),
+            (lambda: writer.submit(RequestId(7), -1, 1), "number rooms by integers from 0"),
+            (lambda: reader.submit(RequestId(7), "1", [1]), "number rooms by integers from 0"),
+            (lambda: writer.submit(RequestId(7), 7, 1), "request 7 is not running: submit it"),
+            (lambda: writer.computed(RequestId(7), 1), "request 7 is not here: submit it first"),
+            (lambda: reader.finish(asked.request), "is not live"),
+        ):
+            with pytest.raises(InvalidCall, match=sentence):
+                call()
+            assert (reader.rank, writer.rank) == before
+        world.run()
+        assert is_done(asked)
         must_be_clean(world)
 
 

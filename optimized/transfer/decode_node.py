@@ -6,6 +6,7 @@ given back with FREE, which comes in a round, whoever asked for it and however e
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from optimized.transfer import ranks
 from optimized.transfer.drain import BEFORE_LIVE, UNDRAINED, Contribution, Incoming
-from optimized.transfer.node import Failed, Freed, Live, Node, Options
+from optimized.transfer.node import Failed, Freed, Live, Node, Options, checked_room
 from optimized.transfer.plan import CLEARED, decode_aux, pack
 from optimized.transfer.transport import Transport, WriteEnded
 from reference.contract import Engine, InvalidCall, OutOfMemory, RequestId, Tokens
@@ -34,6 +35,8 @@ from reference.protocol import (
     Send,
     TransferKey,
 )
+
+log = logging.getLogger(__name__)
 
 
 class _Waiting(NamedTuple):
@@ -87,8 +90,15 @@ class DecodeNode(Node):
     def submit(self, request: RequestId, room: int, tokens: Tokens) -> None:
         """Queue a request, by the router's number of it, whose prompt P will send under `room`.
         Memory is found for it in some later tick; one that is larger than all memory waits, and
-        others behind it, until it is aborted."""
-        self._queue.append(_Waiting(request, room, tokens))
+        others behind it, until it is aborted.  One that the engine does not take has Failed and is
+        Freed then.
+
+        Raises:
+            InvalidCall: the request is here already, or the room has no number.
+        """
+        if self._is_waiting(request) or self._transfer(request) is not None:
+            raise InvalidCall(f"request {request} is here already: submit each once.")
+        self._queue.append(_Waiting(request, checked_room(room), tokens))
 
     def finish(self, request: RequestId) -> None:
         """A live request is not decoded any more.  The engine finishes it as soon as that is so
@@ -105,7 +115,7 @@ class DecodeNode(Node):
     def abort(self, request: RequestId) -> None:
         """Give a request up, in whatever state it is: Freed will come.  One that is over is not
         touched."""
-        if any(waiting.request == request for waiting in self._queue):
+        if self._is_waiting(request):
             self._queue = deque(w for w in self._queue if w.request != request)
             self._news.append(Freed(request))
         transfer = self._transfer(request)
@@ -135,6 +145,9 @@ class DecodeNode(Node):
         held = sum(len(view.pages) for view in snapshot.reserved.values())
         total = len(snapshot.free_pages) + len(snapshot.ref_counts)
         self._note(Counted(self.me, total - owned - held, owned, held, total))
+
+    def _is_waiting(self, request: RequestId) -> bool:
+        return any(waiting.request == request for waiting in self._queue)
 
     def _transfer(self, request: RequestId) -> Incoming | None:
         return next((t for t in self.rank.transfers if t.request == request), None)
@@ -192,12 +205,17 @@ class DecodeNode(Node):
             self._queue.popleft()
 
     def _reserve(self, waiting: _Waiting) -> bool:
-        """Take memory for a request, if there is enough: on all ranks, or on none."""
+        """Take memory for a request, if there is enough: on all ranks, or on none.  Returns
+        whether it waits no more."""
         request, room, tokens = waiting
         try:
             places = self._engine.reserve(request, tokens)
         except OutOfMemory:
             return False
+        except InvalidCall as refusal:
+            log.warning("request %s is not taken: %s", request, refusal)
+            self._news += [Failed(request), Freed(request)]
+            return True
         self._aux[places.state] = CLEARED
         self.rank, key = self.rank.reserve(room, request, pack(places))
         now = self._clock()

@@ -28,8 +28,14 @@ NONCE_BYTES = 16
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**47)]
 """Sizes and counts in a hello: none is zero, and no product of two overflows unnoticed."""
-Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+NUMBERS = 2**63
+"""More than any number that is told to a peer."""
+Natural = Annotated[int, msgspec.Meta(ge=0, le=NUMBERS - 1)]
+LONGEST = 64
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST)]
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises where a peer sent anything but what it should."""
+
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Reach = Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
 
@@ -162,9 +168,18 @@ def introduce(
     """This process's hello.
 
     Raises:
-        ValueError: where a region's memory is not [items, item bytes] uint8 and contiguous.
+        ValueError: where a region's memory is not [items, item bytes] uint8, contiguous and of some
+            size, or its name is none or another's.
     """
+    names = [name for name, _ in regions]
+    if len(set(names)) != len(names) or not all(1 <= len(name) <= LONGEST for name in names):
+        raise ValueError(
+            f"the regions are called {names}: give each a name of its own, of 1 to {LONGEST} "
+            "characters."
+        )
     for name, memory in regions:
+        if not memory.numel():
+            raise ValueError(f"region {name!r} is empty: leave it out at both ends.")
         if memory.dtype != uint8 or memory.ndim != 2 or not memory.is_contiguous():
             raise ValueError(
                 f"region {name!r} is {memory.dtype} of shape {tuple(memory.shape)}: give a "
@@ -197,15 +212,15 @@ def decode(hello: bytes) -> Hello:
                 "release on both ends."
             )
         theirs = msgspec.msgpack.decode(hello, type=Hello)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Refused(
             f"the peer's hello cannot be read ({error}): hand over the bytes of its hello() "
             "unchanged."
         ) from error
-    if not 0 <= theirs.peer.rank < theirs.ranks or theirs.peer.incarnation < 0:
+    if not 0 <= theirs.peer.rank < theirs.ranks or not 0 <= theirs.peer.incarnation < NUMBERS:
         raise Refused(
             f"the peer calls itself {theirs.peer} of {theirs.ranks} ranks: number ranks from 0 "
-            "and incarnations upwards."
+            "and incarnations upwards, below 2**63."
         )
     if len({region.name for region in theirs.regions}) != len(theirs.regions):
         raise Refused("the peer names two regions alike: give each region a name of its own.")

@@ -18,7 +18,7 @@ from nixl._api import nixl_xfer_handle
 from nixl._bindings import nixlRemoteDisconnectError
 
 from optimized.transfer.endpoint import REACH, Endpoint, Remote
-from optimized.transfer.hello import Hello, Instance, Process, check, decode, introduce
+from optimized.transfer.hello import UNREADABLE, Hello, Instance, check, decode, introduce
 from optimized.transfer.transport import (
     Event,
     PeerFenced,
@@ -129,7 +129,8 @@ class NixlTransport:
         self.endpoint = Endpoint(_name(self._hello), self._regions)
         self._links: dict[tuple[int, int], _Link] = {}
         self._retired: list[_Link] = []
-        self._processes: dict[Peer, set[Process]] = {}
+        # the first hello of every life that was ever known here
+        self._lives: dict[Peer, Hello] = {}
         self._wishes: set[Peer] = set()
         self._fenced: set[Peer] = set()
         self._events: list[Event] = []
@@ -149,10 +150,16 @@ class NixlTransport:
         """Get to know a peer, or its new life or agent; the same hello again changes nothing.
 
         Raises:
-            Refused: where it does not fit, is older than what is known, or was lost.
+            Refused: where it does not fit, is older than what is known, was lost, or calls itself
+                as another process did, whose writes may go on.
         """
         theirs = decode(hello)
         check(self._hello, theirs)
+        if self._lives.get(theirs.peer, theirs).nonce != theirs.nonce:
+            raise Refused(
+                f"another process was {theirs.peer} before: start this one with a higher "
+                "incarnation."
+            )
         place = theirs.peer[:2]
         known = self._links.get(place)
         same_life = known is not None and known.hello.nonce == theirs.nonce
@@ -168,7 +175,7 @@ class NixlTransport:
         ):
             raise Refused(f"{theirs.peer} sent an old hello: hand over the bytes of its last one.")
         self._links[place] = _Link(theirs, self.endpoint.add(_name(theirs), theirs))
-        self._processes.setdefault(theirs.peer, set()).add(theirs.process)
+        self._lives.setdefault(theirs.peer, theirs)
         self._fenced.discard(theirs.peer)
         if known is not None:
             known.withdrawn = same_life
@@ -273,7 +280,7 @@ class NixlTransport:
             for note in notes:
                 try:
                     message = _decoder.decode(note)
-                except msgspec.DecodeError as error:
+                except UNREADABLE as error:
                     log.warning("%s sent what is no message: %s", name, error)
                     continue
                 if name in known:
@@ -335,11 +342,7 @@ class NixlTransport:
         """Give the proofs that were asked for, with a new agent where one is needed."""
         if not self._wishes:
             return
-        over = {
-            peer
-            for peer, lives in self._processes.items()
-            if all(process.is_reaped() for process in lives)
-        }
+        over = {peer for peer, life in self._lives.items() if life.process.is_reaped()}
         ready = self._wishes & over
         if ready - self._fenced:
             self._renew()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optimized.groups import ALONE, Group
+from optimized.transfer.hello import NUMBERS
 from optimized.transfer.plan import AUX_BYTES, CLEARED
 from optimized.transfer.transport import (
     PeerFenced,
@@ -30,7 +31,7 @@ from optimized.transfer.transport import (
     Transport,
     WriteEnded,
 )
-from reference.contract import Engine, RequestId
+from reference.contract import Engine, InvalidCall, RequestId
 from reference.protocol import Message, Observation, Peer, Reduced, Sent
 
 
@@ -84,6 +85,17 @@ def aux_rows(state_slots: int) -> Tensor:
 def regions_of(engine: Engine, aux: Tensor) -> list[Region]:
     """What a node's transport must be given, in the order in which plans count."""
     return [Region(name, memory) for name, memory in (*engine.regions().items(), ("aux", aux))]
+
+
+def checked_room(room: int) -> int:
+    """A room's number, as an aux row can hold it.
+
+    Raises:
+        InvalidCall: it cannot.
+    """
+    if not isinstance(room, int) or not 0 <= room < NUMBERS:
+        raise InvalidCall(f"room {room!r} is none: number rooms by integers from 0 to 2**63 - 1.")
+    return room
 
 
 def unobserved(seen: Observation) -> None:

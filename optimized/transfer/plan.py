@@ -52,8 +52,16 @@ class Aux(NamedTuple):
 
 
 def encode_aux(aux: Aux) -> NDArray[np.uint8]:
-    """[AUX_BYTES] uint8."""
-    return np.array([*aux.key, aux.length, aux.first_token], dtype=AUX_TYPE).view(np.uint8)
+    """[AUX_BYTES] uint8.
+
+    Raises:
+        Refused: its key, which a peer chose, has no room in it.
+    """
+    try:
+        row = np.array([*aux.key, aux.length, aux.first_token], dtype=AUX_TYPE)
+    except OverflowError as error:
+        raise Refused(f"{aux.key} is none: number rooms and lives below 2**63.") from error
+    return row.view(np.uint8)
 
 
 def decode_aux(row: NDArray[np.uint8]) -> Aux:

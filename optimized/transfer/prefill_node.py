@@ -17,10 +17,10 @@ from torch import Tensor
 
 from optimized.transfer import ranks
 from optimized.transfer.drain import Outgoing
-from optimized.transfer.node import Failed, Freed, Node, Options
+from optimized.transfer.node import Failed, Freed, Node, Options, checked_room
 from optimized.transfer.plan import Array, Aux, Plan, encode_aux, unpack
 from optimized.transfer.transport import Refused, Transport, Write, WriteEnded
-from reference.contract import Engine, RequestId
+from reference.contract import Engine, InvalidCall, RequestId
 from reference.protocol import (
     Closed,
     Delivered,
@@ -74,7 +74,14 @@ class PrefillNode(Node):
 
     def submit(self, request: RequestId, room: int, length: int) -> None:
         """Keep a running request of the engine, whose prompt is `length` tokens long, for D, which
-        will ask for it by this number of the router's."""
+        will ask for it by this number of the router's.
+
+        Raises:
+            InvalidCall: it does not run, is here already, or the room has no number.
+        """
+        if request in self._sources:
+            raise InvalidCall(f"request {request} is here already: submit each once.")
+        checked_room(room)
         # all ranks keep its pages from the same moment on, and not from when each first sends
         self._engine.places(request)
         self._sources[request] = _Source(length, self._clock())
@@ -83,8 +90,14 @@ class PrefillNode(Node):
 
     def computed(self, request: RequestId, stored: int, first_token: int | None = None) -> None:
         """The engine has stored the first `stored` positions of a request that was submitted and
-        not Freed, and after the last one sampled `first_token`."""
-        source = self._sources[request]
+        not Freed, and after the last one sampled `first_token`.
+
+        Raises:
+            InvalidCall: there is no such request.
+        """
+        source = self._sources.get(request)
+        if source is None:
+            raise InvalidCall(f"request {request} is not here: submit it first.")
         source.first_token = first_token
         plan = next(iter(self._plans.values()))
         ready = [plan.required(piece, source.length) <= stored for piece in range(plan.pieces)]

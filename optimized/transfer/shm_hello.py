@@ -108,7 +108,7 @@ def offer_of(hello: Hello) -> Offer:
         return Offer(setup=Setup(opted_in=False))
     try:
         offer = msgspec.msgpack.decode(hello.reach[NAME], type=Offer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except hellos.UNREADABLE as error:
         raise Refused(
             f"the peer's offer of shared memory cannot be read ({error}): run one release on both "
             "ends."
@@ -345,7 +345,7 @@ def _receive(connection: socket.socket, kind: type[Reply]) -> Reply:
 def _decode(message: bytes, kind: type[Reply]) -> Reply:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except hellos.UNREADABLE as error:
         raise Refused(
             f"the other end broke off or spoke otherwise ({error}): run one release on both ends."
         ) from error
