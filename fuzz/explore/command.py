@@ -167,7 +167,7 @@ def explored(
 ) -> Explored:
     """Search `bounds` exhaustively, then walk at random and by PCT for so many seconds each."""
     began = time.perf_counter()
-    parts = shares(bounds) if processes > 1 and not mutant else [bounds]
+    parts = [bounds] if mutant else shares(bounds)
     found = explore_all(parts, processes=processes, limit=limit, mutant=mutant, tick=tick)
     took = time.perf_counter() - began
     walked: list[Walked] = []

@@ -31,12 +31,13 @@ def shares(bounds: Bounds) -> list[Bounds]:
 
 def explore(bounds: Bounds, *, limit: int, mutant: str | None = None) -> Found:
     """Search one share in this process, with a mutant's fault in the protocol if one is named."""
-    gc.disable()  # millions of tuples, and no cycle among them
+    gc.disable()  # millions of tuples, of which none is garbage before the end
     try:
         with mutants.find(mutant).applied() if mutant else nullcontext():
             return Search(World(bounds, systems.load_ranks())).run(limit=limit)
     finally:
         gc.enable()
+        gc.collect()  # the next share may need the memory
 
 
 def explore_all(
