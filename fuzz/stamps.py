@@ -68,11 +68,17 @@ def _power_table(count: int) -> U64:
     return np.cumprod(steps, dtype=np.uint64)
 
 
-def _mix(x: U64) -> U64:
-    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014): a bijection on 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+# made once: numpy takes longer to make a scalar than to use it
+FIRST, SECOND, LAST = np.uint64(30), np.uint64(27), np.uint64(31)
+ODD, ALSO_ODD = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix(x: U64) -> U64:
+    """Even bits of chain values, [...] uint64 each, by a bijection: the finaliser of splitmix64
+    (Steele et al., OOPSLA 2014)."""
+    x = (x ^ (x >> FIRST)) * ODD
+    x = (x ^ (x >> SECOND)) * ALSO_ODD
+    return x ^ (x >> LAST)
 
 
 def _bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -117,8 +123,8 @@ class _Payload:
     ) -> None:
         first = list(Component).index(component) * 0x10000 + generation * 0x1000000
         ids = first + np.arange(layers * words, dtype=np.uint64).reshape(layers, 1, words)
-        self.salt = _mix(ids * np.uint64(2) + np.uint64(1))
-        self.odd = _mix(ids * np.uint64(2)) | np.uint64(1)
+        self.salt = mix(ids * np.uint64(2) + np.uint64(1))
+        self.odd = mix(ids * np.uint64(2)) | np.uint64(1)
         self.fixed = np.uint64(fixed)  # bits that are set in every word
 
     def of(self, mixed: U64, layer: int | slice = slice(None)) -> Bytes:
@@ -187,6 +193,14 @@ class Stamper:
         slot, channel = np.arange(kpool)[:, None], np.arange(dim)
         rank = (slot + channel + np.arange(dsa)[:, None, None]) % kpool
         self._ape = (GAP * rank).astype(np.float32)
+        self._stored = {
+            Component.KV: self._kv_rows,
+            Component.INDEX: self._index_rows,
+            Component.TAIL: self._tail_rows,
+            Component.STATE: self._state_rows,
+        }
+        self._hadamard = hadamard(dim)
+        self._index_codes, self._index_scales = _index_tables(dim, geometry.round_scale)
         self.ape: Tensor = torch.from_numpy(self._ape)
 
     def chain(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> U64:
@@ -205,30 +219,40 @@ class Stamper:
     def extend_rows(self, chain: U64, start: int, stop: int) -> Rows:
         """Rows of an extend over positions start .. stop - 1 of the request with `chain`."""
         marks = np.array(self.geometry.state_positions(start, stop), dtype=np.int64)
-        mixed = _mix(chain[start:stop])
+        mixed = mix(chain[start:stop])
         return self._rows(mixed, mixed[marks - 1 - start])
 
     def step_rows(self, chain: U64) -> Rows:
         """Rows of n positions with a state after each: a decode of n requests, whose chains at
         their new positions these are, or a verify of n drafts."""
-        mixed = _mix(chain)
+        mixed = mix(chain)
         return self._rows(mixed, mixed)
 
-    def expected(self, component: Component, chains: U64, layer: int) -> Bytes:
+    def expected(self, component: Component, mixed: U64, layer: int) -> Bytes:
         """[rows, row bytes] uint8: stored rows of a component, one for each of these chain
-        values, or for each kpool of them of an index row."""
-        n = len(chains)
-        if component is Component.KV:
-            return self.expected_kv(chains, 0, n, layer)
-        if component is Component.INDEX:
-            return self.expected_index(chains, 0, n // self.geometry.kpool, layer)
-        if component is Component.TAIL:
-            return self.expected_tail(chains, 0, n, layer)
-        return self.expected_state(chains, np.arange(1, n + 1), layer)
+        values (or kpool of them, of an index row), which `mix` has mixed."""
+        return self._stored[component](mixed, layer)
 
     def expected_kv(self, chain: U64, start: int, stop: int, layer: int) -> Bytes:
         """[stop - start, row bytes] uint8: stored KV rows of a DSA layer."""
-        payload = self._kv.of(_mix(chain[start:stop]), layer)
+        return self._kv_rows(mix(chain[start:stop]), layer)
+
+    def expected_index(self, chain: U64, first: int, last: int, layer: int) -> Bytes:
+        """[last - first, index_dim + 4] uint8: stored rows of closed groups first .. last - 1."""
+        kpool = self.geometry.kpool
+        return self._index_rows(mix(chain[first * kpool : last * kpool]), layer)
+
+    def expected_tail(self, chain: U64, start: int, stop: int, layer: int) -> Bytes:
+        """[stop - start, 4 * index_dim] uint8: tail rows, a bf16 key and then a bf16 gate."""
+        return self._tail_rows(mix(chain[start:stop]), layer)
+
+    def expected_state(self, chain: U64, lengths: npt.NDArray[np.int64], layer: int) -> Bytes:
+        """[m, 4 * state_width] uint8: states of a KDA layer after the prefixes of `lengths`
+        (each 1 or more)."""
+        return self._state_rows(mix(chain[lengths - 1]), layer)
+
+    def _kv_rows(self, mixed: U64, layer: int) -> Bytes:
+        payload = self._kv.of(mixed, layer)
         latent, row_format = self.shape.latent, self.geometry.row_format
         if row_format is not RowFormat.FP8_PACKED:
             return self._codes[payload].view(np.uint8)[:, : row_format.row_bytes(latent)]
@@ -237,28 +261,23 @@ class Stamper:
         codes = self._codes[of_byte, payload].view(np.uint8)
         return np.hstack([codes[:, :latent], SCALES[factors].view(np.uint8)])
 
-    def expected_index(self, chain: U64, first: int, last: int, layer: int) -> Bytes:
-        """[last - first, index_dim + 4] uint8: stored rows of closed groups first .. last - 1."""
+    def _index_rows(self, mixed: U64, layer: int) -> Bytes:
         kpool, dim = self.geometry.kpool, self.shape.index_dim
-        payload = self._index.of(_mix(chain[first * kpool : last * kpool]), layer)
-        key, gate = (x.reshape(-1, kpool, dim) for x in self._key_and_gate(payload))
+        key, gate = self._key_and_gate(self._index.of(mixed, layer))
         # The winning logit's key: logits are multiples of GAP, so keys of +-1 do not reorder them.
-        winner = (gate + self._ape[layer] + key).max(axis=1)
-        pooled = (winner + 1) % GAP - 1
-        spread = (pooled @ hadamard(dim)).astype(np.int64)
-        largest = np.abs(spread).max(axis=1)
-        codes, scales = _index_tables(dim, self.geometry.round_scale)
-        return np.concatenate([codes[largest[:, None], spread], scales[largest]], axis=1)
+        logits = (gate + key).reshape(-1, kpool, dim) + self._ape[layer]
+        pooled = (np.maximum.reduce(logits, axis=1) + 1) % GAP - 1
+        spread = (pooled @ self._hadamard).astype(np.int64)
+        largest = np.maximum.reduce(np.abs(spread), axis=1)
+        codes = self._index_codes[largest[:, None], spread]
+        return np.concatenate([codes, self._index_scales[largest]], axis=1)
 
-    def expected_tail(self, chain: U64, start: int, stop: int, layer: int) -> Bytes:
-        """[stop - start, 4 * index_dim] uint8: tail rows, a bf16 key and then a bf16 gate."""
-        payload = self._index.of(_mix(chain[start:stop]), layer)
-        return _bf16_bits(np.hstack(self._key_and_gate(payload))).view(np.uint8)
+    def _tail_rows(self, mixed: U64, layer: int) -> Bytes:
+        rows = np.concatenate(self._key_and_gate(self._index.of(mixed, layer)), axis=1)
+        return _bf16_bits(rows).view(np.uint8)
 
-    def expected_state(self, chain: U64, lengths: npt.NDArray[np.int64], layer: int) -> Bytes:
-        """[m, 4 * state_width] uint8: states of a KDA layer after the prefixes of `lengths`
-        (each 1 or more)."""
-        payload = self._state.of(_mix(chain[lengths - 1]), layer)
+    def _state_rows(self, mixed: U64, layer: int) -> Bytes:
+        payload = self._state.of(mixed, layer)
         return payload[:, : self.shape.state_width].astype(np.float32).view(np.uint8)
 
     def pooled_signs(self, rows: Bytes) -> npt.NDArray[np.int8]:
@@ -293,6 +312,12 @@ class Stamper:
             gate=torch.from_numpy(gate),
             state=torch.from_numpy(state.swapaxes(0, 1)),
         )
+
+
+@lru_cache(maxsize=256)
+def stamper_of(geometry: Geometry, shape: ModelShape) -> Stamper:
+    """The stamper of a geometry; made once, since its tables cost more than a short run."""
+    return Stamper(geometry, shape)
 
 
 def unit_of(component: Component, at: int, kpool: int) -> str:
@@ -332,7 +357,7 @@ class Registry:
             where = f" of layer {layers[layer]}" if len(layers) > 1 else ""
             for name, chain in self._chains.items():
                 whole = len(chain) // kpool * kpool if component is Component.INDEX else len(chain)
-                for i, row in enumerate(stamper.expected(component, chain[:whole], layer)):
+                for i, row in enumerate(stamper.expected(component, mix(chain[:whole]), layer)):
                     at = i + 1 if states else i
                     yield row.tobytes(), f"{name}'s {unit_of(component, at, kpool)}{where}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def integers(**counts: int) -> list[int]:
     for name, count in counts.items():
         if not _integral(type(count)):
             raise InvalidCall(f"{name} is of type {type(count).__name__}: pass an integer.")
-    return [int(count) for count in counts.values()]
+    return list(map(int, counts.values()))
 
 
 def token_ids(tokens: Tokens, *, vocab: int | None) -> Array:
@@ -57,12 +58,14 @@ def token_ids(tokens: Tokens, *, vocab: int | None) -> Array:
 
 def dense(name: str, given: object, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
     """`given` without its gradients, if it is a dense tensor of this kind where the engine is."""
-    found, wanted = type(given).__name__, str(dtype).removeprefix("torch.")
+    found = type(given).__name__
     if isinstance(given, Tensor):
+        on_cpu = given.is_cpu and given.layout is torch.strided
+        if on_cpu and given.dtype is dtype and given.shape == size:
+            return given.detach() if given.requires_grad else given
         kind = given.dtype, given.layout, given.device.type, tuple(given.shape)
-        if kind == (dtype, torch.strided, "cpu", size):
-            return given.detach()
         found = "{} of layout {} on {} of shape {}".format(*kind).replace("torch.", "")
+    wanted = str(dtype).removeprefix("torch.")
     raise InvalidCall(
         f"{name} is {found}: make it a dense {wanted} tensor on the CPU of shape {size}."
     )
@@ -116,7 +119,7 @@ def _checked(
     if rows.selected is not None:
         wanted["selected"] = torch.int64, (dsa, positions, geometry.selection_width)
     tensors = {name: dense(name, getattr(rows, name), *kind) for name, kind in wanted.items()}
-    return replace(rows, **tensors)
+    return Rows(**tensors)
 
 
 def _int64s(tokens: Tokens) -> Array | None:
@@ -134,6 +137,7 @@ def _int64s(tokens: Tokens) -> Array | None:
         return None
 
 
+@lru_cache
 def _integral(kind: type) -> bool:
     """Whether a type is one of integers; numpy derives its time spans from them."""
     return issubclass(kind, int | np.integer) and not issubclass(kind, bool | np.timedelta64)

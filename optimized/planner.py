@@ -8,6 +8,7 @@ every one of them is refreshed is what SGLang #42178 had to repair for target ve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,16 +185,10 @@ class VerifyPlan:
         self.table = ReplayTable(capacity=capacity, width=width)
         rows = capacity * geometry.max_drafts
         groups = capacity * (geometry.ring_size - 1) // geometry.kpool
-        self._buffers = ChunkPlan(
-            owner=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.zeros(rows, dtype=torch.int64),
-            locs=torch.zeros(rows, dtype=torch.int64),
-            index_slots=torch.zeros(groups, dtype=torch.int64),
-            sources=torch.zeros(groups, geometry.kpool, dtype=torch.int64),
-            ring_rows=torch.zeros(rows, dtype=torch.int64),
-            ring_sources=torch.zeros(rows, dtype=torch.int64),
-        )
-        self.chunk = self._buffers
+        sizes: dict[str, tuple[int, ...]] = dict.fromkeys(ChunkPlan.__dataclass_fields__, (rows,))
+        sizes |= {"index_slots": (groups,), "sources": (groups, geometry.kpool)}
+        self._host = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
+        self.chunk = _viewed(self._host)
 
     def refresh(
         self, table: Array, rings: Array, starts: Array, stops: Array, *, ring_slots: int
@@ -211,15 +206,22 @@ class VerifyPlan:
             ring_slots=ring_slots,
             keep_from=starts,
         )
-        names = ChunkPlan.__dataclass_fields__
-        self.chunk = ChunkPlan(
-            **{n: _fill(getattr(self._buffers, n), getattr(fresh, n)) for n in names}
+        self.chunk = _viewed(
+            {
+                name: _fill(buffer, getattr(fresh, name).numpy())
+                for name, buffer in self._host.items()
+            }
         )
 
 
-def _fill(buffer: Tensor, values: Tensor) -> Tensor:
+def _fill(buffer: Array, values: Array) -> Array:
     """Write `values` to the front of a buffer, padding behind; returns the front's view."""
     front = buffer[: len(values)]
-    front.copy_(values)
+    front[...] = values
     buffer[len(values) :] = 0
     return front
+
+
+def _viewed(arrays: Mapping[str, Array]) -> ChunkPlan:
+    """The plan whose tensors share the memory of these arrays."""
+    return ChunkPlan(**{name: torch.from_numpy(array) for name, array in arrays.items()})

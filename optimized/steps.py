@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from optimized.step import Batch, Mark
 from optimized.store import Store
 from reference.contract import EngineOptions, RequestId, Rows, StepOutput, Weights
 from reference.geometry import Geometry, ModelShape
+
+Plan = TypeVar("Plan", DecodePlan, VerifyPlan)
 
 
 class Steps:
@@ -48,11 +51,12 @@ class Steps:
             if weights is None
             else Model(geometry, shape, weights, memory.pools, group, options.backend)
         )
-        self._plan_width = 0
+        size = {"capacity": self.max_requests, "width": memory.table.pages.shape[1]}
+        self.decode_plan = DecodePlan(geometry, **size)
+        self.verify_plan = VerifyPlan(geometry, **size)
         width = geometry.selection_width
         self._no_selection = torch.zeros(len(shape.dsa_layers), 0, width, dtype=torch.int64)
         self._no_logits = torch.zeros(0, shape.vocab)
-        self._refit_plans()
 
     def extend(
         self,
@@ -83,7 +87,7 @@ class Steps:
             _stamp_chunk(store, plan, rows)
             for record, lengths, last, given in zip(records, kept, running, rows, strict=True):
                 targets = [*(record.checkpoints[length] for length in lengths), int(last)]
-                states.index_copy_(0, torch.tensor(targets), given.state)
+                states.index_copy_(0, torch.from_numpy(np.array(targets)), given.state)
             return self._silent([record.id for record in records], starts)
         batch = Batch(
             tokens=self._tokens(slots, plan),
@@ -112,8 +116,7 @@ class Steps:
         """Run the token behind the stored positions of each request."""
         table, pools = self.memory.table, self.memory.pools
         positions = table.length[slots]
-        self._refit_plans()
-        plan = self.decode_plan
+        plan = self.decode_plan = self._fitted(self.decode_plan)
         plan.refresh(table.pages, slots, positions, table.state[slots])
         kv_rows = self.memory.decode_rows(plan, slots)
         store = self._store(kv_rows)
@@ -146,8 +149,7 @@ class Steps:
         as it is: the states after each draft wait in its record."""
         table, slots = self.memory.table, _slots(records)
         starts = table.length[slots]
-        self._refit_plans()
-        plan = self.verify_plan
+        plan = self.verify_plan = self._fitted(self.verify_plan)
         plan.refresh(table.pages, slots, starts, stops, ring_slots=self.max_requests + 1)
         kv_rows = self.memory.paged_rows(plan.table.pages, np.arange(len(slots)), plan.chunk.locs)
         store = self._store(kv_rows)
@@ -232,14 +234,12 @@ class Steps:
             for request, start in zip(requests, starts.tolist(), strict=True)
         ]
 
-    def _refit_plans(self) -> None:
-        """Make plan buffers anew where the page table has outgrown them."""
+    def _fitted(self, plan: Plan) -> Plan:
+        """The plan, with new buffers where the page table has outgrown its own."""
         width = self.memory.table.pages.shape[1]
-        if width > self._plan_width:
-            self._plan_width = width
-            size = {"capacity": self.max_requests, "width": width}
-            self.decode_plan = DecodePlan(self.geometry, **size)
-            self.verify_plan = VerifyPlan(self.geometry, **size)
+        if plan.table.pages.shape[1] == width:
+            return plan
+        return type(plan)(self.geometry, capacity=self.max_requests, width=width)
 
 
 def _stamp_chunk(store: Store, plan: ChunkPlan, rows: Sequence[Rows]) -> None:

@@ -32,25 +32,21 @@ class Store:
         """Store several positions a request.  The rings are written last: the first group may
         still read what the chunk's own rows replace."""
         self._rows(layer, kv)
-        ring = self.pools.ring[layer].flatten(0, 1)
-        if len(plan.index_slots):
-            ring_key, ring_gate = ring.chunk(2, dim=1)
+        ring, chunk = self.pools.ring[layer].flatten(0, 1), torch.cat((key, gate), dim=1)
+        if plan.index_slots.numel():
             pool_store.pool_store(
                 self.pools.index[layer],
                 plan.index_slots,
                 plan.sources,
-                ring_key,
-                ring_gate,
-                key,
-                gate,
+                ring,
+                chunk,
                 self.ape[layer],
                 index_page_size=self.geometry.index_page_size,
                 round_scale=self.geometry.round_scale,
                 backend=self.backend,
             )
-        if len(plan.ring_rows):
-            waiting = torch.cat((key, gate), dim=1).index_select(0, plan.ring_sources)
-            ring.index_copy_(0, plan.ring_rows, waiting)
+        if plan.ring_rows.numel():
+            ring.index_copy_(0, plan.ring_rows, chunk.index_select(0, plan.ring_sources))
 
     def decode(self, plan: DecodePlan, layer: int, kv: Tensor, key: Tensor, gate: Tensor) -> None:
         """Store one position a request."""

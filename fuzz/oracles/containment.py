@@ -70,11 +70,9 @@ class Containment:
                 continue
             first = np.array(sorted(fresh), dtype=np.int64)
             rows = (first[:, None] * each + np.arange(each)).reshape(-1)
-            for at, image in self._viewer.images.items():
-                if at[0] is not component:
-                    continue
+            for image in self._viewer.images_of[component].values():
                 left = rows[rows < len(image)]
-                left = left[(image[left] != POISON).any(axis=1)]
+                left = left[np.logical_or.reduce(image[left] != POISON, axis=1)]
                 if left.size:
                     place = PLACES[component].format(left[0])
                     said = f"{place} is free after '{step.text}': it should be poison, and is not."

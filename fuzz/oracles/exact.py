@@ -68,20 +68,20 @@ class Exact:
 
     def _lengths(self, after: Snapshot) -> list[str]:
         """Every running request holds what the caller gave it, and nothing else runs."""
-        running = {client.request: client for client in self._world.running()}
-        found = [
-            f"request {request} runs: it should be {'running' if want else 'gone'}."
-            for request, want in [(r, True) for r in running.keys() - after.requests.keys()]
-            + [(r, False) for r in after.requests.keys() - running.keys()]
-        ]
-        for request in running.keys() & after.requests.keys():
-            client, view = running[request], after.requests[request]
-            for what, is_, should in (
-                ("positions", view.length, client.length),
-                ("drafts pending", view.pending, len(client.drafts)),
-            ):
-                if is_ != should:
-                    found.append(f"{client.name} should have {should} {what}; it has {is_}.")
+        found = []
+        clients = self._world.clients
+        running = {client.request for client in self._world.running()}
+        for request in running ^ after.requests.keys():
+            should = "running" if request in running else "gone"
+            found.append(f"request {request} runs: it should be {should}.")
+        for request in running & after.requests.keys():
+            client, view = clients[request], after.requests[request]
+            if view.length != client.length:
+                said = f"{client.length} positions; it has {view.length}"
+                found.append(f"{client.name} should have {said}.")
+            if view.pending != len(client.drafts):
+                said = f"{len(client.drafts)} drafts pending; it has {view.pending}"
+                found.append(f"{client.name} should have {said}.")
         return found
 
     def _hit(self, step: Step) -> list[str]:

@@ -91,7 +91,7 @@ class Provenance:
 
     def _judge(self, reader: Reader, at: Layer) -> Iterator[Violation]:
         """The first wrong one of a reader's rows, whatever others want them to be."""
-        should = self._world.stamper.expected(reader.component, reader.chains.reshape(-1), at[1])
+        should = self._world.stamper.expected(reader.component, reader.stamps.reshape(-1), at[1])
         wrong = (self._viewer.images[at].actual(reader.rows) != should).any(axis=1).nonzero()[0]
         if wrong.size:
             yield self._wrong_row(reader, int(wrong[0]), at)
@@ -104,23 +104,23 @@ class Provenance:
     def _as_read(self, client: Client, reader: Reader, layer: int) -> Iterator[Violation]:
         """The first row that the engine's read path gets wrong."""
         component = reader.component
-        rows, chains, first, skipped = reader.rows, reader.chains, reader.units[0], 0
+        rows, stamps, first, skipped = reader.rows, reader.stamps, reader.units[0], 0
         if component is Component.STATE:
             if client.length not in reader.units:
                 return
             # The others are checkpoints, which a request cannot read.
             skipped = reader.units.index(client.length)
-            rows, chains, first = rows[[skipped]], chains[[skipped]], 0
+            rows, stamps, first = rows[[skipped]], stamps[[skipped]], 0
         elif component is Component.KV and (part := self._part(len(rows), layer)):
             skipped, first = part.start, first + part.start
-            rows, chains = rows[part], chains[part]
+            rows, stamps = rows[part], stamps[part]
         stop = first + len(rows)
         read = self._world.engine.read(client.request, component, layer, first, stop)
         actual = read.numpy()
         # The raw rows have just been found right, and are cheaper than to stamp anew.
         image = self._viewer.images.get((component, layer))
         if image is None:
-            expected = self._world.stamper.expected(component, chains.reshape(-1), layer)
+            expected = self._world.stamper.expected(component, stamps.reshape(-1), layer)
         else:
             expected = image[rows]
         if actual.shape != expected.shape:

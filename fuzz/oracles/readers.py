@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fuzz.stamps import U64
+from fuzz.stamps import U64, mix
 from fuzz.step import World
 from reference.addressing import index_slots, locs, tail_start
 from reference.contract import Component, RequestId, Snapshot
@@ -34,15 +34,15 @@ class Reader:
     Fields:
         rows: their places in the component's buffers.
         units: the position, group or (of a state) prefix length of each.
-        chains: [rows, tokens of a row] the chain values of the tokens that each row stands for:
-            kpool of an index row, one of any other.
+        stamps: [rows, tokens of a row] the mixed chain values of the tokens that each row stands
+            for: kpool of an index row, one of any other.
     """
 
     name: str
     component: Component
     rows: Ints
     units: Sequence[int]
-    chains: U64
+    stamps: U64
 
 
 class Held(NamedTuple):
@@ -67,7 +67,7 @@ class Owner:
         chain: of its tokens.
         readers: its rows, by component; those behind the end of their buffer are in `beyond`.
         rows: the places of all of `readers` in the space of all components' rows.
-        ends: the chain value of each row's last token, which names its content.
+        ends: the stamp of each row's last token, which names its content.
     """
 
     held: Held
@@ -101,7 +101,7 @@ class Readable:
 
     Fields:
         owners: by name; `fresh` are those that were not the same before the step.
-        content: [rows of all components] the chain value that each must stand for, 0 for none.
+        content: [rows of all components] the stamp that each must stand for, 0 for none.
         clash: whether two owners want a row to be different.
     """
 
@@ -175,8 +175,8 @@ class Finder:
 
     def _owner(self, name: str, held: Held, chain: U64) -> Owner:
         readers, beyond, space = {}, [], self._space
-        for reader in self._readers(name, held, chain):
-            if space.total and reader.rows.max() >= space.sizes[reader.component]:
+        for reader in self._readers(name, held, mix(chain)):
+            if space.total and np.maximum.reduce(reader.rows) >= space.sizes[reader.component]:
                 beyond.append(reader)
             else:
                 readers[reader.component] = reader
@@ -184,10 +184,10 @@ class Finder:
         if readers and space.total:
             parts = readers.values()
             rows = np.concatenate([space.first[part.component] + part.rows for part in parts])
-            ends = np.concatenate([part.chains[:, -1] for part in parts])
+            ends = np.concatenate([part.stamps[:, -1] for part in parts])
         return Owner(held, chain, readers, beyond, rows, ends)
 
-    def _readers(self, name: str, held: Held, chain: U64) -> Iterable[Reader]:
+    def _readers(self, name: str, held: Held, mixed: U64) -> Iterable[Reader]:
         """KV and index rows of positions first .. stop - 1, the first of them in pages[0]; states
         after a token or more, which name a writer; and the tail."""
         geometry, (rows, _) = self._world.geometry, self.places(held.rows)
@@ -197,21 +197,21 @@ class Finder:
         saved = min(held.saved, stop)
         group, last = first // kpool, stop // kpool
         if saved > first:
-            units, chains = range(first, saved), chain[first:saved, None]
-            yield Reader(name, Component.KV, rows[: saved - first], units, chains)
+            units, stamps = range(first, saved), mixed[first:saved, None]
+            yield Reader(name, Component.KV, rows[: saved - first], units, stamps)
         if last > group:
-            chains = chain[group * kpool : last * kpool].reshape(-1, kpool)
-            yield Reader(name, Component.INDEX, slots[: last - group], range(group, last), chains)
-        lengths = [length for length in held.states if 0 < length <= len(chain)]
+            stamps = mixed[group * kpool : last * kpool].reshape(-1, kpool)
+            yield Reader(name, Component.INDEX, slots[: last - group], range(group, last), stamps)
+        lengths = [length for length in held.states if 0 < length <= len(mixed)]
         if lengths:
             rows = np.array([held.states[length] for length in lengths])
-            chains = chain[np.array(lengths) - 1, None]
-            yield Reader(name, Component.STATE, rows, lengths, chains)
+            stamps = mixed[np.array(lengths) - 1, None]
+            yield Reader(name, Component.STATE, rows, lengths, stamps)
         start = tail_start(held.stop, geometry)
         if held.slot is not None and start < held.stop:
             units, size = range(start, held.stop), geometry.ring_size
             rows = held.slot * size + np.arange(start, held.stop) % size
-            yield Reader(name, Component.TAIL, rows, units, chain[start : held.stop, None])
+            yield Reader(name, Component.TAIL, rows, units, mixed[start : held.stop, None])
 
 
 def row_pages(pages: tuple[int, ...], snapshot: Snapshot) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from reference.contract import Capability, Component, components
 
 Layer = tuple[Component, int]
 
-NONE: Ints = np.zeros(0, dtype=np.int64)
 PLACES = {
     Component.KV: "KV row {}",
     Component.INDEX: "index slot {}",
@@ -43,11 +42,11 @@ class Image:
         # Compared in words, which are fewer than bytes.
         widths = [part.shape[-1] for part in parts]
         word = f"u{math.gcd(8, *widths)}"
-        images = np.split(self._bytes, np.cumsum(widths)[:-1], axis=1)
-        self._words = [
-            (part.view(word), image.view(word).reshape(*part.shape[:-1], -1))
-            for part, image in zip(parts, images, strict=True)
-        ]
+        self._words, stop = [], 0
+        for part in parts:
+            start, stop = stop, stop + part.shape[-1]
+            image = self._bytes[:, start:stop].view(word).reshape(*part.shape[:-1], -1)
+            self._words.append((part.view(word), image))
 
     def __len__(self) -> int:
         return self._rows
@@ -68,13 +67,13 @@ class Image:
 
     def settle(self) -> Ints:
         """The rows that are not as they should be, ascending; from now on they should."""
-        found = []
+        differs = np.zeros(self._rows, dtype=bool)
         for now, then in self._words:
-            unequal = now != then
-            if np.count_nonzero(unequal):
-                found.append(unequal.reshape(self._rows, -1).any(axis=1))
+            rows = (now != then).reshape(self._rows, -1).nonzero()[0]
+            if rows.size:
+                differs[rows] = True
                 then[...] = now
-        return np.logical_or.reduce(found).nonzero()[0] if found else NONE
+        return differs.nonzero()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,9 @@ class Viewer:
         self.layers = [(c, i) for c in stored for i in range(layers_of(world, c))]
         raw = Capability.RAW in world.engine.capabilities
         self.images = {at: self._image(*at) for at in (self.layers if raw else ())}
+        self.images_of: dict[Component, dict[int, Image]] = {c: {} for c in stored}
+        for (component, layer), image in self.images.items():
+            self.images_of[component][layer] = image
         self.space = Space({component: len(image) for (component, _), image in self.images.items()})
         self.finder = Finder(world, self.space)
         self._step: Step | None = None
@@ -126,10 +128,9 @@ class Viewer:
             new = news[start:stop].nonzero()[0]
             if not new.size:
                 continue
-            rows, chains = reader.rows[new], reader.chains[new].reshape(-1)
-            for layer in range(layers_of(self._world, reader.component)):
-                should = self._world.stamper.expected(reader.component, chains, layer)
-                self.images[reader.component, layer][rows] = should
+            rows, stamps = reader.rows[new], reader.stamps[new].reshape(-1)
+            for layer, image in self.images_of[reader.component].items():
+                image[rows] = self._world.stamper.expected(reader.component, stamps, layer)
 
     def _image(self, component: Component, layer: int) -> Image:
         """Of a layer's locs, index slots (key and scale side by side), ring rows or state slots."""

@@ -87,6 +87,7 @@ class Session:
         if hot := self.snapshot.hot:
             self._most_running = min(self._most_running, len(hot.free_device) // world.hot_pages)
         self._lengths = boundaries(world.geometry, max_length)
+        self._extras = [length - 1 for length in self._lengths]
         self._mover = Mover(world.engine, tape, self._lengths)
         # Only a stamped decode under HiSparse is told what to select.
         told = world.stamped and world.options.hisparse
@@ -114,7 +115,7 @@ class Session:
         self._whom.running = self.world.running()
         with self.tape.span("operation"):
             if self.tape.generating:
-                weights = [w * p for w, p in zip(weights, self._likelihoods(), strict=True)]
+                weights = [weights[0], *self._likely(weights[1:])]
             choice = self.tape.choose(weights)
             if choice == 0:
                 return None
@@ -136,18 +137,20 @@ class Session:
 
     # whom an operation may concern
 
-    def _likelihoods(self) -> Iterator[float]:
-        """Of stopping and of each kind: generation leaves out what is not possible, and mostly
+    def _likely(self, weights: Sequence[float]) -> Iterator[float]:
+        """The weights of all kinds for generation: none for what is not possible, and little for
         what will be refused."""
         full = len(self._whom.running) >= self._most_running
-        yield 1.0
-        for kind, (who, _) in self._kinds.items():
+        for weight, (kind, (who, _)) in zip(weights, self._kinds.items(), strict=True):
+            if not (weight and who()):
+                yield 0.0
+                continue
             futile = (
                 (full and kind in ("submit", "resume"))
                 or (self._short and kind in HUNGRY)
                 or (kind in MOVES and not self._promising(TierStep(kind)))
             )
-            yield bool(who()) * (0.1 if futile else 1.0)
+            yield weight * 0.1 if futile else weight
 
     def _able(self, kind: str) -> bool:
         return kind not in NEEDS or NEEDS[kind] in self.world.engine.capabilities
@@ -191,7 +194,7 @@ class Session:
         # The last shows where a host tier takes pages for others.
         deeper = 8 if world.options.host_tier else 1
         change = tape.choose((8, 1, deeper) if len(source) > 2 * page else (1,))
-        total = 1 + tape.draw(self.max_tokens, favour=[n - 1 for n in self._lengths])
+        total = 1 + tape.draw(self.max_tokens, favour=self._extras)
         shared = tape.draw(min(len(source), total) + 1, favour=self._lengths)
         tokens = source[:shared]
         if change == 2:
@@ -229,10 +232,10 @@ class Session:
     def _extend(self) -> Step:
         clients = self._whom.some(self._whom.unfilled())
         first = clients[0]
-        rest = len(first.tokens) - first.length
-        left_out = self.tape.draw(rest, favour=[len(first.tokens) - n for n in self._lengths])
+        whole = len(first.tokens)
+        left_out = self.tape.draw(whole - first.length, favour=[whole - n for n in self._lengths])
         others = self.tape.draw(max(len(c.tokens) - c.length for c in clients[1:] or [first]))
-        stops = [len(first.tokens) - left_out] + [
+        stops = [whole - left_out] + [
             min(len(c.tokens), c.length + others) if others else len(c.tokens) for c in clients[1:]
         ]
         pairs = list(zip(clients, stops, strict=True))

@@ -45,7 +45,7 @@ def gather_index(
             SCALE=pooled_key.SCALE_BYTES,
         )
         return out
-    at = (slots // index_page_size, slots % index_page_size)
+    at = pooled_key.page_rows(slots, index_page_size=index_page_size)
     keys, scales = pooled_key.page_views(index_pool, index_page_size=index_page_size)
     return torch.cat((keys[at], scales[at]), dim=1)
 

@@ -91,7 +91,7 @@ def encode_rows(rows: Tensor, *, row_format: RowFormat) -> Tensor:
     if row_format is RowFormat.FP8_RAW:
         return encode_e4m3(rows)
     blocks = rows.split(PACKED_BLOCK, dim=1)
-    scales = [fp8_scale(block)[:, None] for block in blocks]
+    scales = [fp8_scale(block) for block in blocks]
     codes = [encode_e4m3(block / scale) for block, scale in zip(blocks, scales, strict=True)]
     return torch.cat((*codes, *(scale.view(torch.uint8) for scale in scales)), dim=1)
 
@@ -108,8 +108,8 @@ def decode_rows(stored: Tensor, *, row_format: RowFormat, latent: int) -> Tensor
 
 
 def fp8_scale(values: Tensor) -> Tensor:
-    """[...] float32: the scale of the last dimension of `values` [..., channels]."""
-    absmax = values.abs().amax(dim=-1).clamp_min_(LEAST_ABSMAX)
+    """[..., 1] float32: the scale of the last dimension of `values` [..., channels]."""
+    absmax = values.abs().amax(dim=-1, keepdim=True).clamp_min_(LEAST_ABSMAX)
     # by a tensor: CUDA divides by a number as a product with its reciprocal, which rounds twice
     return absmax.div_(absmax.new_full((), E4M3_MAX))
 

@@ -15,10 +15,8 @@ def pool_store(
     index_pool: Tensor,
     slots: Tensor,
     src: Tensor,
-    ring_key: Tensor,
-    ring_gate: Tensor,
-    chunk_key: Tensor,
-    chunk_gate: Tensor,
+    ring: Tensor,
+    chunk: Tensor,
     ape: Tensor,
     *,
     index_page_size: int,
@@ -32,21 +30,16 @@ def pool_store(
         slots: [groups] int64, where each group goes; slots of page 0 are padding.
         src: [groups, kpool] int64, a row of the ring if below its number of rows, else (less
             that number) of the chunk.
-        ring_key, ring_gate: [ring rows, index_dim] bf16, of equal strides, a row's channels side
-            by side.
-        chunk_key, chunk_gate: [positions, index_dim] bf16.
+        ring, chunk: [ring rows, 2 * index_dim] and [positions, 2 * index_dim] bf16, contiguous:
+            in each row a key, then its gate.
         ape: [kpool, index_dim] float32.
     """
     if not use_triton(backend, pool_store_kernel, index_pool):
-        order = src.t().reshape(-1)
-        shape = (src.shape[1], src.shape[0], -1)
-        keys = torch.cat((ring_key, chunk_key)).index_select(0, order).view(shape)
-        gates = torch.cat((ring_gate, chunk_gate)).index_select(0, order).view(shape)
+        keys_and_gates = torch.cat((ring, chunk))[src.t()].chunk(2, dim=2)
         pooled_key.store_groups(
             index_pool,
             slots,
-            keys,
-            gates,
+            *keys_and_gates,
             ape,
             index_page_size=index_page_size,
             round_scale=round_scale,
@@ -57,16 +50,16 @@ def pool_store(
         index_pool,
         slots,
         src.contiguous(),
-        *(rows.view(torch.int16) for rows in (ring_key, ring_gate, chunk_key, chunk_gate)),
+        ring.view(torch.int16),
+        chunk.view(torch.int16),
         ape,
         groups,
-        len(ring_key),
-        ring_key.stride(0),
+        ring.shape[0],
         index_pool.shape[1],
         KPOOL=kpool,
         PAGE=index_page_size,
         ROWS=pooled_key.BLOCK_ROWS,
-        DIM=ring_key.shape[1],
+        DIM=ring.shape[1] // 2,
         ROUND_SCALE=round_scale,
     )
 
@@ -76,14 +69,11 @@ def pool_store_kernel(
     index_pool,
     slots,
     src,
-    ring_key,
-    ring_gate,
-    chunk_key,
-    chunk_gate,
+    ring,
+    chunk,
     ape,
     groups,
     ring_rows,
-    ring_stride,
     page_bytes,
     KPOOL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -100,8 +90,8 @@ def pool_store_kernel(
     total = tl.zeros((ROWS, DIM), tl.float32)
     for s in tl.static_range(KPOOL):
         row = tl.load(src + group * KPOOL + s, mask=live, other=0)
-        gate = load_source(ring_gate, chunk_gate, row, ring_rows, ring_stride, live, DIM)
-        key = load_source(ring_key, chunk_key, row, ring_rows, ring_stride, live, DIM)
+        key = load_source(ring, chunk, row, ring_rows, live, DIM)
+        gate = load_source(ring + DIM, chunk + DIM, row, ring_rows, live, DIM)
         gate += tl.load(ape + s * DIM + channel)
         top, normaliser, total = pooled_key.fold(top, normaliser, total, gate, key)
     slot = tl.load(slots + group, mask=live, other=0)
@@ -111,12 +101,13 @@ def pool_store_kernel(
 
 
 @triton.jit
-def load_source(ring, chunk, row, ring_rows, ring_stride, live, DIM: tl.constexpr):
-    """[rows, DIM] float32: row `row` of the ring, or of the chunk from ring_rows on."""
+def load_source(ring, chunk, row, ring_rows, live, DIM: tl.constexpr):
+    """[rows, DIM] float32: the first half of row `row` of the ring, or of the chunk from ring_rows
+    on."""
     channel = tl.arange(0, DIM)
     in_ring = row < ring_rows
-    from_ring = ring + row[:, None] * ring_stride + channel
-    from_chunk = chunk + (row - ring_rows)[:, None] * DIM + channel
+    from_ring = ring + row[:, None] * (2 * DIM) + channel
+    from_chunk = chunk + (row - ring_rows)[:, None] * (2 * DIM) + channel
     ring_bits = tl.load(from_ring, mask=(live & in_ring)[:, None], other=0)
     chunk_bits = tl.load(from_chunk, mask=(live & ~in_ring)[:, None], other=0)
     return casts.bf16_value(ring_bits | chunk_bits)

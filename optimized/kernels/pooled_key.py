@@ -34,18 +34,19 @@ def store_groups(
     `keys` and `gates` are [kpool, groups, index_dim] bf16, `ape` [kpool, index_dim] float32.
     """
     codes, scale = quantise(rotate(pool(keys, gates, ape)), round_scale=round_scale)
-    at = (slots // index_page_size, slots % index_page_size)
+    at = page_rows(slots, index_page_size=index_page_size)
     key_rows, scale_rows = page_views(index_pool, index_page_size=index_page_size)
     key_rows.index_put_(at, codes)
-    scale_rows.index_put_(at, scale.view(torch.uint8).view(-1, SCALE_BYTES))
+    scale_rows.index_put_(at, scale.view(torch.uint8))
 
 
 def pool(keys: Tensor, gates: Tensor, ape: Tensor) -> Tensor:
     """[groups, index_dim] bf16: per channel, the keys' mean under softmax(gate + ape), summed in
     slot order, which no batch changes."""
-    weight = gates + ape[:, None]
+    # converted first: operators on two types at once are slow on a CPU
+    weight = gates.float() + ape[:, None]
     weight = weight.sub_(weight.amax(dim=0)).exp_()
-    total, *others = torch.stack((weight, weight * keys), dim=1).unbind()
+    total, *others = torch.stack((weight, weight * keys.float()), dim=1).unbind()
     for other in others:
         total += other
     normaliser, mean = total.unbind()
@@ -70,11 +71,11 @@ def hadamard(dim: int, device: torch.device) -> Tensor:
 
 
 def quantise(rows: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [groups, index_dim] uint8 and scales [groups] float32 of `rows`."""
+    """e4m3 codes [groups, index_dim] uint8 and scales [groups, 1] float32 of `rows`."""
     scale = kv_store.fp8_scale(rows)
     if round_scale:
         scale = next_power_of_two(scale)
-    return kv_store.encode_e4m3(rows / scale[:, None]), scale
+    return kv_store.encode_e4m3(rows / scale), scale
 
 
 def next_power_of_two(scale: Tensor) -> Tensor:
@@ -84,13 +85,20 @@ def next_power_of_two(scale: Tensor) -> Tensor:
     return bits.bitwise_and_(0x7F800000).view(torch.float32)
 
 
+def page_rows(slots: Tensor, *, index_page_size: int) -> tuple[Tensor, Tensor]:
+    """Page, and row in it, of index slots [n] int64."""
+    return torch.floor_divide(slots, index_page_size), torch.remainder(slots, index_page_size)
+
+
 def page_views(index_pool: Tensor, *, index_page_size: int) -> tuple[Tensor, Tensor]:
     """Views of `index_pool` [pages, page bytes]: its keys [pages, index_page_size, index_dim]
     and, behind all the keys of a page, its scales [pages, index_page_size, 4]."""
     pages, page_bytes = index_pool.shape
-    key_bytes = page_bytes - SCALE_BYTES * index_page_size
-    keys = index_pool[:, :key_bytes].view(pages, index_page_size, -1)
-    return keys, index_pool[:, key_bytes:].view(pages, index_page_size, SCALE_BYTES)
+    scale_bytes = SCALE_BYTES * index_page_size
+    key_bytes = page_bytes - scale_bytes
+    shape = (pages, index_page_size, -1)
+    keys, scales = index_pool.narrow(1, 0, key_bytes), index_pool.narrow(1, key_bytes, scale_bytes)
+    return keys.view(shape), scales.view(shape)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ class Allocator:
 
     def free_ids(self) -> frozenset[int]:
         """The ids that nobody holds, as a copy."""
-        return frozenset(cell for _, cell in self._free)
+        return frozenset(map(itemgetter(1), self._free))
 
     def require(self, count: int) -> None:
         """Raises OutOfMemory unless so many ids are free."""

@@ -123,11 +123,12 @@ class Memory:
         states = stops // interval - table.length[slots] // interval
         if not checkpoints:
             states[:] = 0
-        if not pages.any() and not states.any():
+        places = (pages | states).nonzero()[0].tolist()
+        if not places:
             return
         self.make_room(pages=int(pages.sum()), states=int(states.sum()))
         table.widen(int(stops.max()))
-        for place in (pages | states).nonzero()[0].tolist():
+        for place in places:
             slot = int(slots[place])
             held, more = int(table.pages_held[slot]), int(pages[place])
             table.pages[slot, held : held + more] = self.pages.allocate(more)
@@ -234,8 +235,11 @@ class Memory:
     def snapshot(self) -> Snapshot:
         """Page tables, owners and counts, copied."""
         counts = enumerate(self.pages.counts.tolist())
+        views: dict[bool, dict[RequestId, RequestView]] = {False: {}, True: {}}
+        for record in self.table.by_id.values():
+            views[record.reserved][record.id] = self._view(record)
         return Snapshot(
-            requests=self._views(reserved=False),
+            requests=views[False],
             cached=tuple(_cached(node) for node in self.tree.nodes()),
             free_pages=self.pages.free_ids(),
             free_states=self.states.free_ids(),
@@ -243,12 +247,8 @@ class Memory:
             hits=self.hits,
             evicted_pages=self.tree.evicted_pages,
             reused_pages=self.pages.reused,
-            reserved=self._views(reserved=True),
+            reserved=views[True],
         )
-
-    def _views(self, *, reserved: bool) -> dict[RequestId, RequestView]:
-        records = self.table.by_id.values()
-        return {r.id: self._view(r) for r in records if r.reserved is reserved}
 
     def _view(self, record: Request) -> RequestView:
         slot, table = record.slot, self.table
