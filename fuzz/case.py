@@ -100,7 +100,7 @@ def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:
 
 
 def _kind(text: str) -> str:
-    return text.split()[0].rstrip(":")
+    return text.partition(" ")[0].rstrip(":")
 
 
 def save(case: Case, path: Path) -> None:

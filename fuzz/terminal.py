@@ -18,6 +18,7 @@ from rich.table import Table
 
 JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
 Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
+Natural = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 Tick = Callable[[str, int, int], None]

@@ -156,3 +156,7 @@ def test_a_case_that_is_another_run_now_is_not_called_mended(saved, failing):
     ):
         with pytest.raises(CaseError, match=r"no longer gives the run .* replay it as it"):
             check_same_run(kept, other, saved)
+    for text in ("", " ", "\n"):
+        odd = load(edited(saved, operations=[text]))
+        with pytest.raises(CaseError, match=r"no longer gives the run"):
+            check_same_run(odd, mended, saved)

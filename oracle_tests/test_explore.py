@@ -204,6 +204,9 @@ def test_command(tmp_path, monkeypatch, capsys):
         (("--requests", "1", "--reuse", "1"), "set reuse below requests"),
         (("--components", "1"), "set it to at least 2"),
         (("--faults", "-1"), "set it to at least 0"),
+        (("--reuse", "-1"), "reuse is -1: set it to at least 0"),
+        (("--seconds", "-1"), "Must be >= 0"),
+        (("--mutant", ""), "There is no mutant ''"),
         (("--mutant", "tail_one_short"), "kvoracle fuzz prefix_split --mutant"),
     ):
         code, printed = kvoracle(*bad)

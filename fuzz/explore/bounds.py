@@ -29,13 +29,13 @@ def bounds(
     Raises:
         ValueError: for bounds in which nothing could happen, with a sentence that says which.
     """
-    if not 0 <= reuse < requests:
+    if reuse >= requests:
         raise ValueError(
             f"{reuse} of {requests} requests cannot take an earlier one's destination: set reuse "
             "below requests."
         )
     least = {"ranks": (ranks, 1), "components": (components, 2), "parts": (parts, 1)}
-    least |= {"faults": (faults, 0), "aborts": (aborts, 0)}
+    least |= {"reuse": (reuse, 0), "faults": (faults, 0), "aborts": (aborts, 0)}
     for name, (value, minimum) in least.items():
         if value < minimum:
             raise ValueError(f"{name} is {value}: set it to at least {minimum}.")

@@ -24,6 +24,7 @@ from fuzz.explore.words import Bounds, Event
 from fuzz.explore.world import World
 from fuzz.terminal import (
     JsonFile,
+    Natural,
     Positive,
     Processes,
     Tick,
@@ -90,7 +91,7 @@ def explore(
     aborts: int = 1,
     completion: Literal["notify", "status"] = "status",
     limit: Positive = 5_000_000,
-    seconds: int = 0,
+    seconds: Natural = 0,
     seed: int = 0,
     processes: Processes = 2,
     mutant: str | None = None,
@@ -123,7 +124,7 @@ def explore(
         Plant this fault first.
     """
     check_writable(json)
-    if mutant and mutants.find(mutant).target != "drain":
+    if mutant is not None and mutants.find(mutant).target != "drain":
         raise UsageError(
             f"{mutant} is a fault of an engine: plant it with `kvoracle fuzz "
             f"{mutants.find(mutant).target} --mutant {mutant}`."
@@ -167,7 +168,7 @@ def explored(
 ) -> Explored:
     """Search `bounds` exhaustively, then walk at random and by PCT for so many seconds each."""
     began = time.perf_counter()
-    parts = [bounds] if mutant else shares(bounds)
+    parts = shares(bounds) if mutant is None else [bounds]
     found = explore_all(parts, processes=processes, limit=limit, mutant=mutant, tick=tick)
     took = time.perf_counter() - began
     walked: list[Walked] = []
