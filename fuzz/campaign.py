@@ -17,7 +17,7 @@ import torch
 import systems
 from fuzz import interleave, mutants, targets
 from fuzz.outcome import Outcome
-from fuzz.run import check_deterministic, execute
+from fuzz.run import DRIVERS, check_deterministic, execute
 from fuzz.shrink import cost, shrink
 from fuzz.step import Violation
 from fuzz.tape import Tape
@@ -240,7 +240,7 @@ def _repeated(outcome: Outcome, plan: Plan) -> Outcome:
 def _shrunk(plan: Plan, failure: Failure) -> Failure:
     with _faulty(plan):
         system, target = systems.load(plan.system), targets.find(plan.target)
-        if target.ranges is None:
+        if DRIVERS.get(target.name) is interleave:
             smallest = interleave.shrink(target, failure.outcome)
         else:
             smallest = shrink(

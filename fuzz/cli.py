@@ -355,11 +355,12 @@ def fit_tokens(
 
 
 def _check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
-    """A target without an engine has no geometry, and only one system has ranks."""
+    """A target with a driver of its own draws its geometry itself, and only one system has what
+    it drives."""
     if target.ranges is None and (system != "optimized" or pin != Pin()):
         raise UsageError(
-            f"{target.name} runs the optimized engine's drain protocol without an engine: leave "
-            "out --system, --payload, --kpool, --physical-page-size and --row-format."
+            f"{target.name} drives ranks of the optimized engine, as its tape says: leave out "
+            "--system, --payload, --kpool, --physical-page-size and --row-format."
         )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import cast
 
 import msgspec
 import torch
 
-from fuzz import interleave
+from fuzz import handover, interleave
 from fuzz.oracles.containment import Containment
 from fuzz.oracles.exact import Exact
 from fuzz.oracles.metamorphic import Metamorphic
@@ -20,7 +19,7 @@ from fuzz.oracles.residency import Residency
 from fuzz.oracles.tiering import Tiering
 from fuzz.oracles.view import Viewer
 from fuzz.outcome import Operation, Outcome
-from fuzz.stamps import Stamper
+from fuzz.stamps import stamper_of
 from fuzz.step import EngineCrash, Guarded, Oracle, Step, Violation, World
 from fuzz.tape import Tape
 from fuzz.targets import Target
@@ -36,18 +35,20 @@ from reference.contract import (
     System,
     components,
 )
-from reference.geometry import Geometry, ModelShape
 
 STOP_WEIGHT = 0.8
 """Of a run's end, beside those of its operations: docs/decisions/0010."""
 NO_PIN = Pin()
+DRIVERS = {"multi_rank": interleave, "transfer": handover, "shared_memory": handover}
+"""What executes the targets that drive no single engine."""
 
 
 @torch.inference_mode()
 def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) -> Outcome:
     """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
     if target.ranges is None:
-        return interleave.execute(target, tape, most=pin.operations or target.operations)
+        most = pin.operations or target.operations
+        return DRIVERS[target.name].execute(target, tape, most=most)
     if Capability.MODEL not in system.capabilities:
         pin = msgspec.structs.replace(pin, payload="stamped")
     if Capability.HISPARSE not in system.capabilities:
@@ -193,12 +194,6 @@ class _Run:
                 for layer in range(len(shape.kda_layers if states else shape.dsa_layers)):
                     self._digest.update(engine.raw(component, layer).numpy().tobytes())
         return self._digest.hexdigest()
-
-
-@lru_cache(maxsize=256)
-def stamper_of(geometry: Geometry, shape: ModelShape) -> Stamper:
-    """The stamper of a geometry; made once, since its tables cost more than a short run."""
-    return Stamper(geometry, shape)
 
 
 def check_deterministic(system: System, target: Target, outcome: Outcome, *, pin: Pin) -> bool:

@@ -23,8 +23,7 @@ import torch
 import z3
 
 from fuzz import mutants
-from fuzz.run import stamper_of
-from fuzz.stamps import Stamper
+from fuzz.stamps import Stamper, stamper_of
 from fuzz.targets.setup import STAMPED_SHAPE
 from optimized.kernels.swap_in import swap_in
 from reference.contract import (

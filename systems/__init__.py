@@ -45,3 +45,13 @@ def load_ranks() -> ModuleType:
     methods return the next value and actions of `reference.protocol`, and what reduces the
     contributions of a round."""
     return import_module("optimized.transfer.ranks")
+
+
+def load_transfer() -> ModuleType:
+    """Instances of the optimized engine that hand requests over, and the network between them."""
+    return import_module("systems.transfer")
+
+
+def load_sharing() -> ModuleType:
+    """The optimized engine's shared memory between such instances."""
+    return import_module("systems.shared_memory")

@@ -44,6 +44,8 @@ MODULES = (
     "hot_pages",
     "restoring",
     "drain",
+    "transfer",
+    "shm",
 )
 """Files of this package that hold mutants, in the order of the report."""
 

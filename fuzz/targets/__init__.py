@@ -10,10 +10,10 @@ from fuzz.targets.setup import Pin, Ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One way to drive an engine, or the ranks of the drain protocol.
+    """One way to drive an engine, the ranks of the drain protocol, or both ends of a transfer.
 
     Fields:
-        ranges: the pools that it draws; None drives no engine, but ranks (`fuzz.interleave`).
+        ranges: the pools that it draws; None has a driver of its own (`fuzz.run.DRIVERS`).
         weights: how often each operation is drawn, for generation; those left out, never.
         required: events that a campaign of a few hundred executions must have seen.
         stamped_only: those of them that no model run can show.
@@ -65,7 +65,17 @@ def _targets() -> dict[str, Target]:
     from fuzz.targets.hot_buffer import HOT_BUFFER
     from fuzz.targets.multi_rank import MULTI_RANK
     from fuzz.targets.prefix_split import PREFIX_SPLIT
+    from fuzz.targets.shared_memory import SHARED_MEMORY
     from fuzz.targets.slot_reuse import SLOT_REUSE
+    from fuzz.targets.transfer import TRANSFER
 
-    known = (PREFIX_SPLIT, SLOT_REUSE, HOT_BUFFER, HOST_RESTORE, MULTI_RANK)
+    known = (
+        PREFIX_SPLIT,
+        SLOT_REUSE,
+        HOT_BUFFER,
+        HOST_RESTORE,
+        MULTI_RANK,
+        TRANSFER,
+        SHARED_MEMORY,
+    )
     return {target.name: target for target in known}
