@@ -273,9 +273,11 @@ class World:
             asked.live = asked.live and side is Side.PREFILL
 
     def has_stopped(self, process: Process) -> bool:
-        """Whether all threads of a process stand still after a SIGSTOP."""
+        """Whether all threads of a process stand still after a SIGSTOP, and all that it has said
+        was heard."""
         threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
-        return {t.read_text().rpartition(")")[2].split()[0] for t in threads} == {"T"}
+        states = {thread.read_text().rpartition(")")[2].split()[0] for thread in threads}
+        return states == {"T"} and not process.pipe.poll()
 
     def resume(self, process: Process) -> None:
         """Let a stopped process go on."""

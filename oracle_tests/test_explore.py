@@ -19,7 +19,8 @@ from fuzz.explore.schedule import Pct, Random, Walk, replay
 from fuzz.explore.search import Search
 from fuzz.explore.world import World
 from fuzz.mutants.exploring import explore as look_for
-from reference.protocol import Completion
+from optimized.transfer import drain, ranks
+from reference.protocol import Completion, Phase
 
 FAULTS = [mutant for name in mutants.names() if (mutant := mutants.find(name)).target == "drain"]
 
@@ -105,6 +106,45 @@ def test_fault_breaks_a_named_clause_in_a_short_run(mutant):
                 assert len(found.bad.events) <= len(best.run) + 2
     clean = replay(Court(world(NAMED[mutant.bounds])), found.bad.events, to_rest=True)
     assert clean.violation is None, "the faithful protocol passes the same run"
+
+
+def _not_repeated_in_quarantine(monkeypatch):
+    """A rank that has waited too long for an ACK asks for it no more."""
+    retry = drain.Incoming.retry
+
+    def quiet(self, floor):
+        return retry(self, floor) if self.phase is not Phase.QUARANTINED else (self, ())
+
+    monkeypatch.setattr(drain.Incoming, "retry", quiet)
+
+
+def _floor_of_the_last_offer(monkeypatch):
+    """A late offer lowers a writer's floor, and what is over at D begins anew."""
+    forget = ranks.PrefillRank._forget
+
+    def last(self, offer):
+        after = forget(self, offer)
+        floors = tuple((at, offer.floor if at == offer.at else f) for at, f in after.floors)
+        return after._replace(floors=floors)
+
+    monkeypatch.setattr(ranks.PrefillRank, "_forget", last)
+
+
+@pytest.mark.parametrize(
+    ("plant", "within", "clauses"),
+    [
+        (_not_repeated_in_quarantine, {"requests": 1, "reuse": 0, "faults": 2}, LIVENESS),
+        (_floor_of_the_last_offer, {"requests": 3, "faults": 0}, {"S1"}),
+    ],
+)
+def test_what_random_runs_hardly_meet_is_found_by_looking_at_all(
+    monkeypatch, plant, within, clauses
+):
+    within = bounds(ranks=1, parts=1, **within)
+    assert explore(within, limit=200_000).fixpoint
+    plant(monkeypatch)
+    found = explore(within, limit=200_000)
+    assert found.clause in clauses
 
 
 def test_there_are_enough_faults():

@@ -354,6 +354,39 @@ def test_a_writer_that_stands_still_holds_memory_and_no_more(ranks: int) -> None
         must_be_clean(world)
 
 
+@pytest.mark.parametrize("side", Side, ids=lambda side: side.name.lower())
+def test_the_ranks_tell_each_other_without_a_router(
+    monkeypatch: pytest.MonkeyPatch, side: Side
+) -> None:
+    """One rank gives a request up, and nobody relays it: its peers learn it in a round, and the
+    other end from messages."""
+    with simulated(ranks=2) as world:
+        monkeypatch.setattr(world, "abort", lambda *asked: None)
+        asked, other = world.ask(prompt(0, 39)), world.ask(prompt(1, 17))
+        world.run(lambda: bool(flying(world)))
+        world.ends[side].nodes[1].abort(asked.request)
+        world.run(lambda: side in asked.over and is_done(other))
+        assert asked.failed
+        assert is_right(other)
+
+
+def test_a_failure_that_does_not_reach_the_round_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: at P the best progress counts for all."""
+
+    def best(brought: Any) -> Any:
+        columns = zip(*brought, strict=True)
+        return tuple(max(c)._replace(ready=min(s.ready for s in c)) for c in columns)
+
+    monkeypatch.setattr(protocol, "prefill_together", best)
+    with simulated(ranks=2) as world:
+        monkeypatch.setattr(world, "abort", lambda *asked: None)
+        asked = world.ask(prompt(0, 39))
+        world.run(lambda: bool(flying(world)))
+        world.ends[Side.PREFILL].nodes[1].abort(asked.request)
+        with pytest.raises(AssertionError, match="no end after 200 turns"):
+            world.run(lambda: Side.PREFILL in asked.over, turns=200)
+
+
 def test_a_lost_abort_is_said_again() -> None:
     with simulated() as world:
         asked = world.ask(prompt(0, 39))
