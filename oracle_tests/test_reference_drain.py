@@ -141,6 +141,8 @@ def test_a_dead_writer_is_waited_for_until_its_fence() -> None:
     breaks([*DEAD, *message(p(life=1), d(), Ack(K, p(life=1)))], ONE, Clause.S3)
     breaks([*DEAD, FENCE], ONE, Clause.L1)
     breaks([*DEAD, FENCE, *arrive(K, d(), p(), 0)[1:]], ONE, Clause.S1)
+    alive = [seen for seen in DEAD if not isinstance(seen, Died)]
+    breaks([*alive, FENCE, *DRAIN], ONE, Clause.S2)
 
 
 def test_an_ack_of_the_next_life_is_stale() -> None:
@@ -295,4 +297,4 @@ def test_an_ack_that_nobody_sent_does_not_hide_a_write() -> None:
     breaks([*run, *post(K, d(), p(), 0)[:1], *forged], ONE, Clause.S1)
     breaks([*run, *post(K, d(), p(), 0), *forged], ONE, Clause.S1)
     breaks([*run, *post(K, d(), p(), 0), *arrive(K, d(), p(), 0)[:1], *forged], ONE, Clause.S1)
-    assert judge([*run, FENCE, *forged, *free_sources(ONE, 1)], ONE) is None
+    assert judge([*run, Died(peer=p()), FENCE, *forged], ONE) is None

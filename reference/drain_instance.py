@@ -298,6 +298,9 @@ def _died(instance: Instance, seen: Died, topology: Topology) -> Instance:
 
 
 def _fenced(instance: Instance, seen: Fenced, topology: Topology) -> Instance:
+    """S2: a fence proves nothing against a process that lives and may write again."""
+    if seen.writer not in instance.dead:
+        fail(Clause.S2, f"{name(seen.at)} fenced {name(seen.writer)}, which has not ended.")
     return instance._replace(fenced=instance.fenced | {(seen.at, seen.writer)})
 
 
@@ -322,7 +325,8 @@ def observe_instance(instance: Instance, seen: Observation, topology: Topology) 
     """The value of what is not about one key after `seen`.
 
     Raises:
-        Violation: S1 (of pages reserved twice), S7 (of a floor), S8, S9, L3 or L4 is broken.
+        Violation: S1 (of pages reserved twice), S2 (of a fence), S7 (of a floor), S8, S9, L3 or L4
+            is broken.
     """
     handler = _OBSERVE.get(type(seen))
     return instance if handler is None else handler(instance, seen, topology)
