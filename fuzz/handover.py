@@ -191,7 +191,6 @@ class Handover:
         source = parents[parent - 1] if parent else None
         again = tape.draw(len(parents) + 1)
         room = parents[again - 1].room if again else len(parents)
-        # a twin, as often as anything else
         alike = [source.length - 1] * len(self._lengths) if source else []
         lengths = [n - 1 for n in self._lengths]
         total = 1 + tape.draw(self.setup.max_tokens, favour=lengths + alike)
@@ -322,7 +321,7 @@ class Handover:
     def _produce(self) -> str:
         me = self.router.behind()[self.tape.draw(len(self.router.behind()))]
         self.router.produce(me)
-        return f"produce: the device of {_letter(me.side)}{me.rank} stores what was computed"
+        return f"produce: the device of P{me.rank} stores what was computed"
 
     # the rest
 

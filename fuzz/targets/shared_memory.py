@@ -97,7 +97,7 @@ def draw_shared_setup(tape: Tape) -> TransferSetup:
     ranks, or they would not share memory."""
     setup = draw_setup(tape, ranks=((1, 1), (2, 2)))
     with tape.span("setup"):
-        hostility = tuple(Hostility)[tape.choose((8, 1, 1, 1, 1, 1))]
+        hostility = tuple(Hostility)[tape.choose((8, 1, 1, 1, 1, 2))]
         forgery = tuple(Forgery)[tape.choose((8, 1, 1))]
         device_faults = tape.choose((4, 1))
     if setup.wiring.ranks[Side.DECODE] == 1 and hostility is Hostility.MISROUTED:
