@@ -101,7 +101,8 @@ def test_fault_breaks_a_named_clause_in_a_short_run(mutant):
         again = replay(court, found.bad.events, to_rest=clause in LIVENESS)
         assert breaks(again, clause)
         if clause not in LIVENESS:
-            best = Search(court.world, reduce=False).run(limit=15_000)
+            best = Search(court.world, reduce=False).run(limit=400_000)
+            assert best.clause in mutant.killed_by
             if best.clause == clause:
                 assert len(found.bad.events) <= len(best.run) + 2
     clean = replay(Court(world(NAMED[mutant.bounds])), found.bad.events, to_rest=True)

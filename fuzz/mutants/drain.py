@@ -1,7 +1,7 @@
 """Faults of the drain protocol: who may acknowledge, what counts as outstanding, what is retried.
 
-They are looked for by exhaustive search (`fuzz.explore`), within bounds that each one names; the
-clause that it breaks is the oracle that kills it.
+They are looked for by random runs (`fuzz.explore`), within bounds that each one names; the clause
+that it breaks is the oracle that kills it.
 """
 
 from __future__ import annotations
