@@ -3,10 +3,13 @@ engine passes the same tape."""
 
 from __future__ import annotations
 
+import io
 import pkgutil
 from dataclasses import replace
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from fuzz import mutants, targets
 from fuzz.mutants.report import Kill, kill, report, table
@@ -136,6 +139,22 @@ def test_report_tells_kills_from_survivors_and_equivalents():
     assert rows[0].operations == len(rows[0].case) == 2
     assert steps == [(i, 6) for i in range(1, 7)]
     assert table(rows).row_count == 3
+
+
+def test_report_says_what_is_amiss_with_a_kill():
+    [row] = report(["tail_one_short"], seeds=1, budget_s=20, progress=lambda *_: None)
+    assert row.passed
+    other = msgspec.structs.replace(row, oracles={"exact": 1}, survived=2)
+    crashed = msgspec.structs.replace(
+        row, verdict="survived", oracles={}, survived=1, crashes=7, operations=0
+    )
+    assert not other.passed
+    assert not crashed.passed
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(table([other, crashed]))
+    said = " ".join(printed.getvalue().split())
+    assert "killed, but not 2 times, but its entry does not name exact" in said
+    assert "7 crashes, which count for nothing" in said
 
 
 def test_search_without_a_finding_is_a_survivor(monkeypatch):

@@ -10,7 +10,7 @@ import pkgutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from functools import cache
 from typing import Literal
@@ -293,17 +293,25 @@ def table(rows: Sequence[KillRow]) -> Table:
     )
     for row in rows:
         by = ", ".join(sorted(row.oracles, key=row.oracles.__getitem__, reverse=True))
-        missed = f", but not {row.survived} times" if row.oracles and row.survived else ""
+        crashes = f"{row.crashes} crashes, which count for nothing" if row.crashes else ""
         out.add_row(
             row.name,
-            row.verdict + missed,
-            by or ("a proof" if row.proof else ""),
+            ", ".join((row.verdict, *_amiss(row))),
+            by or ("a proof" if row.proof else crashes),
             f"{row.executions:g}",
             f"{row.cpu_seconds:.2f}",
             str(row.operations or ""),
             str(row.tokens or ""),
         )
     return out
+
+
+def _amiss(row: KillRow) -> Iterator[str]:
+    """Why a kill does not pass."""
+    if row.verdict == "killed" and row.survived:
+        yield f"but not {row.survived} times"
+    if others := row.oracles.keys() - set(find(row.name).killed_by):
+        yield f"but its entry does not name {', '.join(sorted(others))}"
 
 
 def markdown(rows: Sequence[KillRow]) -> str:
