@@ -297,6 +297,21 @@ CHANGES: list[tuple[str, Clause, Topology, Run, Place, Callable[[Observation], R
     ),
     ("a round left out", Clause.L4, ONE, full(ONE), first(Reduced), instead()),
     (
+        "live in a round that nobody took part in",
+        Clause.L4, ONE, full(ONE), moved(Phase.LIVE),
+        instead(Moved(at=d(), key=key(), phase=Phase.LIVE, round=99)),
+    ),
+    (
+        "freed after its round",
+        Clause.S5, ONE, full(ONE), moved(Phase.FREE),
+        instead(Moved(at=d(), key=key(), phase=Phase.FREE, round=1)),
+    ),
+    (
+        "a source freed outside of any round",
+        Clause.S8, ONE, full(ONE), first(SourceFreed),
+        instead(SourceFreed(at=p(), source=SOURCE, round=0)),
+    ),
+    (
         "a round too far",
         Clause.L4, TWO, full(TWO), first(Reduced), after(Reduced(at=d(), round=2, values=3)),
     ),

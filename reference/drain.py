@@ -20,6 +20,8 @@ it may still be read; and nothing waits for ever without cause.  The clauses:
     L4     all ranks issue the same sequence of collectives.
     L5     every request ends, and every source is freed: no abort blocks another room for ever.
 
+What S5, S6 and S8 ask for in one round, a rank does in the last that it took part in.
+
 A run is its observations, in an order that respects causes.  Per key they make a `Transfer`
 (`observe`), for the rest an `Instance` (`observe_instance`); `Judge` keeps both.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from reference.drain_state import Clause, Line, fail, name, name_key
+from reference.drain_state import IN_ONE_ROUND, Clause, Line, fail, name, name_key
 from reference.protocol import (
     Advertise,
     Counted,
@@ -139,8 +139,21 @@ def _reserved(instance: Instance, seen: Reserved, topology: Topology) -> Instanc
     return instance._replace(owners=instance.owners | {Owner(at, key, pages)})
 
 
+def _dated(instance: Instance, seen: Moved | SourceFreed, clause: Clause, did: str) -> None:
+    """What is done in a round, a rank does in the last one that it took part in: `clause` if it is
+    later than that round, L4 if the rank has left that round out."""
+    at = seen.at
+    last = dict(instance.life(at.side, at.incarnation).done).get(at.rank, 0)
+    if seen.round != last:
+        broken = clause if seen.round < last else Clause.L4
+        fail(broken, f"{did} in round {seen.round}, but the last of its rounds was {last}.")
+
+
 def _moved(instance: Instance, seen: Moved, topology: Topology) -> Instance:
     at, key, phase = seen.at, seen.key, seen.phase
+    if phase in IN_ONE_ROUND:
+        clause = Clause.S6 if phase is Phase.LIVE else Clause.S5
+        _dated(instance, seen, clause, f"{name(at)} moved {name_key(key)} to {phase.name}")
     if phase is Phase.QUARANTINED:
         return instance._replace(quarantined=instance.quarantined | {(at, key, 0)})
     if phase is Phase.LOCAL_DRAINED:
@@ -267,6 +280,7 @@ def _source_freed(instance: Instance, seen: SourceFreed, topology: Topology) -> 
     for life, other, number in instance.freeing:
         if (life, other) == mark and number != seen.round:
             fail(Clause.S8, f"{freed} in round {seen.round}; a peer did in round {number}.")
+    _dated(instance, seen, Clause.S8, freed)
     return _with_held(instance._replace(freeing=instance.freeing | {(*mark, seen.round)}), held)
 
 
@@ -325,8 +339,8 @@ def observe_instance(instance: Instance, seen: Observation, topology: Topology) 
     """The value of what is not about one key after `seen`.
 
     Raises:
-        Violation: S1 (of pages reserved twice), S2 (of a fence), S7 (of a floor), S8, S9, L3 or L4
-            is broken.
+        Violation: S1 (of pages reserved twice), S2 (of a fence), S5 and S6 (of a round), S7 (of
+            a floor), S8, S9, L3 or L4 is broken.
     """
     handler = _OBSERVE.get(type(seen))
     return instance if handler is None else handler(instance, seen, topology)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reference.drain_state import (
+    IN_ONE_ROUND,
     Clause,
     Transfer,
     fail,
@@ -45,7 +46,6 @@ _NEXT: dict[Phase | None, tuple[Phase, ...]] = {
     Phase.RELEASABLE: (Phase.FREE,),
     Phase.FREE: (),
 }
-_IN_ONE_ROUND = (Phase.LIVE, Phase.RELEASABLE, Phase.FREE)
 _DRAINED = (None, Phase.LOCAL_DRAINED, Phase.RELEASABLE, Phase.FREE)
 _OVER = (None, Phase.LIVE, Phase.RELEASABLE, Phase.FREE)
 
@@ -75,7 +75,7 @@ def moved(transfer: Transfer, seen: Moved, topology: Topology) -> Transfer:
         fail(Clause.ORDER, f"{name(at)} moved {name_key(key)} from {before} to {phase.name}.")
     if phase in _ENTER:
         _ENTER[phase](transfer, seen, topology)
-    if phase in _IN_ONE_ROUND:
+    if phase in IN_ONE_ROUND:
         if agreed not in (None, seen.round):
             fail(
                 Clause.S6 if phase is Phase.LIVE else Clause.S5,

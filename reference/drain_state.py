@@ -12,6 +12,9 @@ from typing import NamedTuple, NoReturn
 
 from reference.protocol import Peer, Phase, Side, TransferKey
 
+IN_ONE_ROUND = (Phase.LIVE, Phase.RELEASABLE, Phase.FREE)
+"""Phases that all ranks of D enter in the same collective round (S5, S6)."""
+
 
 class Clause(StrEnum):
     """The clauses by name; `reference.drain` says what each asks for."""
