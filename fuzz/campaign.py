@@ -1,160 +1,238 @@
-"""Many executions of a target, over processes; what they found, saw and cost."""
+"""Many executions of a target, over workers; what they found, saw and cost.
+
+A campaign keeps what it learns in a corpus (`fuzz.corpus`) and how far it has come in a journal
+there, so that it goes on after whatever ended it.  Some of its executions are guided: they begin
+like an earlier one that showed something rare (`fuzz.guidance`).  Now and then it proves that it
+would find something (`fuzz.planted`).
+"""
 
 from __future__ import annotations
 
-import itertools
+import os
+import platform
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 import systems
-from fuzz import interleave, mutants, targets
+from fuzz import interleave, mutants, planted, targets
+from fuzz.case import case_of
+from fuzz.corpus import Corpus, SavedTape
+from fuzz.guidance import Garden, Grown, bred, grown
+from fuzz.journal import Journal, Progress, journal
 from fuzz.outcome import Outcome
+from fuzz.resident import resident_bytes
 from fuzz.run import DRIVERS, check_deterministic, execute
 from fuzz.shrink import cost, shrink
 from fuzz.step import Violation
+from fuzz.summary import Memory, Plan, Summary
+from fuzz.tally import Failure, Tally, gaps, merged
 from fuzz.tape import Tape
-from fuzz.targets.setup import Pin
-from fuzz.workers import workers
+from fuzz.workers import Crew, Done, carried_out, processes
 
 BATCH = 25
 """Seeds that a worker takes at a time."""
+LAST = 1 << 62
+"""A seed that no campaign comes to."""
 TWICE = 100
 """One execution in so many is repeated, and must observe the same."""
 
-Progress = Callable[[int, int], None]
 
+class News(NamedTuple):
+    """How far a campaign is in all its calls: executions (`fresh`: of this one), signatures of
+    failures, features, and seconds of the clock."""
 
-class Plan(msgspec.Struct, kw_only=True, frozen=True):
-    """What to run.  `executions` or `seconds` bounds it, whichever comes first; seeds count up
-    from `seed`."""
-
-    target: str
-    system: str = "optimized"
-    mutant: str | None = None
-    pin: Pin = Pin()
-    executions: int | None = None
-    seconds: float | None = None
-    seed: int = 0
-    processes: int = 1
-
-
-class Failure(msgspec.Struct, kw_only=True, frozen=True):
-    """All failures of one signature: how many, and the smallest with its seed."""
-
-    signature: str
-    count: int
-    seed: int
-    outcome: Outcome
-
-
-class Summary(msgspec.Struct, kw_only=True, frozen=True):
-    """What a campaign did.
-
-    Fields:
-        executions, operations: how many; cpu_seconds: of all workers together.
-        events: what was seen how often; missing: required events that never were.
-        failures: by signature, the smallest case first.
-        ratios: largest error by its bound of the model runs, by stage.
-        skipped: operations that the engine lacks the capability for.
-        interrupted: Ctrl-C ended it early.
-    """
-
-    plan: Plan
     executions: int
-    operations: int
+    fresh: int
+    failures: int
+    features: int
     seconds: float
-    cpu_seconds: float
-    events: dict[str, int]
-    missing: list[str]
-    failures: list[Failure]
-    ratios: dict[str, float]
-    skipped: list[str]
-    interrupted: bool = False
-
-    @property
-    def executions_per_second_and_core(self) -> float:
-        return self.executions / max(self.cpu_seconds, 1e-9)
-
-    @property
-    def passed(self) -> bool:
-        """It ran to its end, nothing was found, and nothing that must be seen was missed."""
-        return not self.failures and not self.missing and not self.interrupted
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """What one worker found in one batch of seeds, or all of them so far."""
+class Batch(msgspec.Struct, kw_only=True, frozen=True):
+    """Seeds start .. stop - 1, and what the guided ones among them begin like."""
 
-    executions: int = 0
-    operations: int = 0
-    cpu_seconds: float = 0.0
-    events: dict[str, int] = {}
-    ratios: dict[str, float] = {}
-    skipped: list[str] = []
-    failures: dict[str, Failure] = {}
-
-    def add(self, other: _Part) -> None:
-        self.executions += other.executions
-        self.operations += other.operations
-        self.cpu_seconds += other.cpu_seconds
-        self.events = dict(Counter(self.events) + Counter(other.events))
-        self.skipped = other.skipped or self.skipped
-        for stage, ratio in other.ratios.items():
-            self.ratios[stage] = max(ratio, self.ratios.get(stage, 0.0))
-        for failure in other.failures.values():
-            self.note(failure)
-
-    def note(self, failure: Failure) -> None:
-        """Count a failure, keeping the smallest of its signature."""
-        known = self.failures.get(failure.signature)
-        if known is None:
-            self.failures[failure.signature] = failure
-            return
-        smaller = min(known, failure, key=lambda f: cost(f.outcome))
-        self.failures[failure.signature] = msgspec.structs.replace(
-            smaller, count=known.count + failure.count
-        )
+    start: int
+    stop: int
+    parents: dict[int, tuple[Grown, Grown]]
 
 
-def run(plan: Plan, *, progress: Progress = lambda executions, failures: None) -> Summary:
-    """Run a campaign; `progress` is called after each batch with the executions done and the
-    signatures found so far.  Failures are shrunk at the end.
+class Part(msgspec.Struct, kw_only=True):
+    """What one worker found in one batch: its tally, the tapes of what was clean, and which
+    process it was with how many resident bytes."""
+
+    tally: Tally
+    tapes: list[Grown]
+    worker: str
+    resident: int
+
+
+def run(
+    plan: Plan,
+    *,
+    corpus: Corpus | None = None,
+    resume: bool = False,
+    crew: Crew | None = None,
+    progress: Callable[[News], None] = lambda news: None,
+) -> Summary:
+    """Run a campaign; `progress` is told after each batch.  Failures are shrunk at the end.
 
     Ctrl-C ends it early, with all that was found so far: the batches at work are still counted
-    and the failure at hand is shrunk; a second Ctrl-C waits for neither."""
-    began = time.monotonic()
-    target, total, failures = targets.find(plan.target), _Part(), []
-    with _until_interrupted() as stopped:
+    and the failure at hand is shrunk; a second Ctrl-C waits for neither.
+
+    Args:
+        corpus: where tapes and failures go, and the journal; without one they are only returned.
+        resume: go on from the journal of a campaign of the same `Plan.identity`.
+        crew: does the work, in place of `plan.processes` processes.
+
+    Raises:
+        CorpusError: where the corpus cannot be used.
+    """
+    with ExitStack() as stack:
+        log = None
+        if corpus is not None:
+            log = stack.enter_context(journal(corpus.path / "campaigns", plan.identity))
+        campaign = _Campaign(plan, corpus, log, resume)
+        stopped = stack.enter_context(_until_interrupted())
         with suppress(KeyboardInterrupt):
-            for part in _parts(plan, began, stopped):
-                total.add(part)
-                progress(total.executions, len(total.failures))
-        for failure in total.failures.values():
-            smallest = failure
-            with suppress(KeyboardInterrupt):
-                if not stopped.is_set():
-                    smallest = _shrunk(plan, failure)
-            failures.append(smallest)
-    return Summary(
-        plan=plan,
-        executions=total.executions,
-        operations=total.operations,
-        seconds=time.monotonic() - began,
-        cpu_seconds=total.cpu_seconds,
-        events=dict(sorted(total.events.items())),
-        missing=target.missing(total.events, plan.pin),
-        failures=sorted(failures, key=lambda failure: cost(failure.outcome)),
-        ratios=total.ratios,
-        skipped=total.skipped,
-        interrupted=stopped.is_set(),
-    )
+            for done in _worked(plan, campaign.batches(stopped), crew):
+                campaign.take(done)
+                progress(campaign.news())
+        return campaign.close(stopped)
+
+
+class _Campaign:
+    """A campaign in progress."""
+
+    def __init__(
+        self, plan: Plan, corpus: Corpus | None, log: Journal | None, resume: bool
+    ) -> None:
+        self._plan, self._corpus, self._log = plan, corpus, log
+        self._progress = log.load() if log and resume else Progress()
+        self._total = self._progress.total
+        self._resumed = self._total.executions
+        self._before, self._began = self._progress.seconds, time.monotonic()
+        known = corpus.grown(plan.target, plan.system, plan.pin) if corpus else ()
+        self._garden = Garden(known)
+        self._memory = Memory(start=resident_bytes())
+        self._workers: dict[str, tuple[int, int]] = {}
+        """Resident bytes of each, first and last."""
+
+    def news(self) -> News:
+        total = self._total
+        return News(
+            executions=total.executions,
+            fresh=total.executions - self._resumed,
+            failures=len(total.failures),
+            features=len(self._garden),
+            seconds=self._seconds(),
+        )
+
+    def batches(self, stopped: threading.Event) -> Iterator[Batch]:
+        """What is still to be done, until the budget is used up."""
+        plan = self._plan
+        end = LAST if plan.executions is None else plan.seed + plan.executions
+        for start, stop in gaps(self._progress.done, plan.seed, end):
+            for first in range(start, stop, BATCH):
+                spent = plan.seconds is not None and self._seconds() >= plan.seconds
+                if spent or stopped.is_set():
+                    return
+                last = min(first + BATCH, stop)
+                yield Batch(start=first, stop=last, parents=self._parents(range(first, last)))
+
+    def take(self, done: Done[Batch, Part]) -> None:
+        """Count a batch that is over, and put it on the disk: first what may be written twice."""
+        batch, part, total = done.job, done.result, self._total
+        total.deaths += done.deaths
+        if part is None:
+            total.lost.append((batch.start, batch.stop))
+        else:
+            self._grow(part.tapes)
+            total.add(part.tally)
+            for failure in part.tally.failures.values():
+                if total.failures[failure.signature].outcome is failure.outcome:
+                    self._keep(failure)
+            first, _ = self._workers.get(part.worker, (part.resident, 0))
+            self._workers[part.worker] = first, part.resident
+        self._progress.done = merged([*self._progress.done, (batch.start, batch.stop)])
+        self._progress.seconds = self._seconds()
+        if self._log:
+            self._log.save(self._progress)
+
+    def close(self, stopped: threading.Event) -> Summary:
+        """Shrink what was found, and sum up."""
+        plan, total = self._plan, self._total
+        with suppress(KeyboardInterrupt):
+            for failure in list(total.failures.values()):
+                if stopped.is_set():
+                    break
+                smallest = _shrunk(plan, failure)
+                if total.note(smallest):
+                    self._keep(smallest)
+        self._memory.end = resident_bytes()
+        for first, last in self._workers.values():
+            self._memory.worker_start = max(first, self._memory.worker_start)
+            self._memory.worker_end = max(last, self._memory.worker_end)
+        return Summary(
+            plan=plan,
+            executions=total.executions,
+            operations=total.operations,
+            seconds=self._seconds(),
+            cpu_seconds=total.cpu_seconds,
+            events=dict(sorted(total.events.items())),
+            missing=targets.find(plan.target).missing(total.events, plan.pin),
+            failures=sorted(total.failures.values(), key=lambda failure: cost(failure.outcome)),
+            ratios=total.ratios,
+            skipped=total.skipped,
+            features=len(self._garden),
+            tapes=sum(1 for _ in self._garden),
+            guided=total.guided,
+            planted=total.planted,
+            missed=total.missed,
+            deaths=total.deaths,
+            lost=total.lost,
+            resumed=self._resumed,
+            memory=self._memory,
+            interrupted=stopped.is_set(),
+        )
+
+    def _seconds(self) -> float:
+        return self._before + time.monotonic() - self._began
+
+    def _parents(self, seeds: range) -> dict[int, tuple[Grown, Grown]]:
+        chosen = ((seed, self._garden.parents(seed, share=self._plan.guided)) for seed in seeds)
+        return {seed: parents for seed, parents in chosen if parents}
+
+    def _grow(self, tapes: list[Grown]) -> None:
+        """Keep what guidance starts from; with a planted fault it may show what no sound engine
+        does, which is no business of others."""
+        plan = self._plan
+        for tape in tapes:
+            self._garden.counts.update(tape.features.keys())
+            if self._garden.add(tape) and self._corpus and plan.mutant is None:
+                fields = msgspec.structs.asdict(tape)
+                saved = SavedTape(target=plan.target, system=plan.system, pin=plan.pin, **fields)
+                self._corpus.add_tape(saved)
+
+    def _keep(self, failure: Failure) -> None:
+        """Write a failure to the corpus."""
+        if self._corpus:
+            plan = self._plan
+            case = case_of(
+                failure.outcome,
+                system=plan.system,
+                path=self._corpus.path,
+                pin=plan.pin,
+                mutant=plan.mutant,
+            )
+            self._corpus.add_failure(case)
 
 
 @contextmanager
@@ -173,57 +251,52 @@ def _until_interrupted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _parts(plan: Plan, began: float, stopped: threading.Event) -> Iterator[_Part]:
-    """The parts of all batches, as they come."""
-    batches = itertools.takewhile(lambda _: not stopped.is_set(), _batches(plan, began))
-    if plan.processes == 1:
-        for seeds in batches:
-            yield _search(plan, seeds)
+def _worked(plan: Plan, batches: Iterator[Batch], crew: Crew | None) -> Iterator[Done[Batch, Part]]:
+    """All batches as they end; those of one process in this one."""
+    if crew is None and plan.processes == 1:
+        for batch in batches:
+            yield Done(batch, _search(plan, batch), 0)
         return
-    with workers(plan.processes) as pool:
-        running: set[Future[_Part]] = set()
-        for seeds in batches:
-            running.add(pool.submit(_search, plan, seeds))
-            while len(running) > plan.processes:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        yield from (future.result() for future in as_completed(running))
+    with nullcontext(crew) if crew else processes(plan.processes) as workers:
+        yield from carried_out(workers, partial(_search, plan), batches)
 
 
-def _batches(plan: Plan, began: float) -> Iterator[range]:
-    end = None if plan.executions is None else plan.seed + plan.executions
-    first = plan.seed
-    while (end is None or first < end) and (
-        plan.seconds is None or time.monotonic() - began < plan.seconds
-    ):
-        stop = first + BATCH if end is None else min(first + BATCH, end)
-        yield range(first, stop)
-        first = stop
-
-
-def _search(plan: Plan, seeds: range) -> _Part:
+def _search(plan: Plan, batch: Batch) -> Part:
     """Execute some seeds, in this process."""
     torch.set_num_threads(1)
-    target, part, began = targets.find(plan.target), _Part(), time.process_time()
+    target, tally, tapes = targets.find(plan.target), Tally(), []
+    began = time.process_time()
     with _faulty(plan):
         system = systems.load(plan.system)
-        for seed in seeds:
-            outcome = execute(system, target, Tape(seed=seed), pin=plan.pin)
+        for seed in range(batch.start, batch.stop):
+            parents = batch.parents.get(seed)
+            tape = bred(seed, parents) if parents else Tape(seed=seed)
+            outcome = execute(system, target, tape, pin=plan.pin)
             if seed % TWICE == 0 and not outcome.failed:
                 outcome = _repeated(outcome, plan)
-            part.add(
-                _Part(
+            tally.add(
+                Tally(
                     executions=1,
                     operations=len(outcome.operations),
                     events=outcome.events,
                     ratios=outcome.ratios,
                     skipped=outcome.skipped,
+                    guided=int(parents is not None),
                 )
             )
             if outcome.signature:
-                part.note(Failure(signature=outcome.signature, count=1, seed=seed, outcome=outcome))
-    part.cpu_seconds = time.process_time() - began
-    return part
+                tally.note(
+                    Failure(signature=outcome.signature, count=1, seed=seed, outcome=outcome)
+                )
+            else:
+                tapes.append(grown(outcome))
+            if plan.plants and planted.due(seed):
+                tally.planted += 1
+                if name := planted.missed(plan.target, seed):
+                    tally.missed.append(name)
+    tally.cpu_seconds = time.process_time() - began
+    worker = f"{platform.node()}/{os.getpid()}"
+    return Part(tally=tally, tapes=tapes, worker=worker, resident=resident_bytes())
 
 
 def _repeated(outcome: Outcome, plan: Plan) -> Outcome:
@@ -238,6 +311,7 @@ def _repeated(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def _shrunk(plan: Plan, failure: Failure) -> Failure:
+    """The failure in its smallest form; counted already."""
     with _faulty(plan):
         system, target = systems.load(plan.system), targets.find(plan.target)
         if DRIVERS.get(target.name) is interleave:
@@ -246,7 +320,7 @@ def _shrunk(plan: Plan, failure: Failure) -> Failure:
             smallest = shrink(
                 lambda values: execute(system, target, Tape(values), pin=plan.pin), failure.outcome
             )
-    return msgspec.structs.replace(failure, outcome=smallest)
+    return msgspec.structs.replace(failure, count=0, outcome=smallest)
 
 
 def _faulty(plan: Plan) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 from importlib.metadata import version
@@ -10,8 +11,10 @@ from typing import Annotated
 
 import msgspec
 
+from fuzz.files import Unreadable, read_plain
 from fuzz.outcome import Outcome
-from fuzz.step import Violation
+from fuzz.rarity import Rarity
+from fuzz.step import Name, Text, Violation
 from fuzz.tape import LIMIT, trimmed
 from fuzz.targets.setup import Pin
 
@@ -19,10 +22,9 @@ SCHEMA = "kvoracle-case"
 VERSION = 1
 """Raised whenever saved tapes stop meaning the same run; the changelog says when."""
 MOST_BYTES = 1 << 20
+MOST_OPERATIONS, MOST_VIOLATIONS, MOST_LETTERS = 4000, 1000, 4000
 
 Value = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Text = Annotated[str, msgspec.Meta(max_length=4000)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class CaseError(ValueError):
@@ -39,6 +41,7 @@ class Case(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
         violations: what was wrong with its last operation.
         versions: of what it was found with.
         values: the tape.
+        seen: how often the search that found it met it; None where nobody counted.
         replay: the command that runs it again.
     """
 
@@ -49,37 +52,60 @@ class Case(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     target: Name
     pin: Pin = Pin()
     setup: Text
-    operations: Annotated[list[Text], msgspec.Meta(max_length=1000)]
-    violations: Annotated[list[Violation], msgspec.Meta(max_length=1000)]
-    versions: dict[Name, Name]
+    operations: Annotated[list[Text], msgspec.Meta(max_length=MOST_OPERATIONS)]
+    violations: Annotated[list[Violation], msgspec.Meta(max_length=MOST_VIOLATIONS)]
+    versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=100)]
     values: Annotated[list[Value], msgspec.Meta(max_length=LIMIT)]
+    seen: Rarity | None = None
     replay: Text
 
 
 class _Header(msgspec.Struct):
-    schema: str
+    schema: Name
     version: int
 
 
 def case_of(
-    outcome: Outcome, *, system: str, path: Path, pin: Pin, mutant: str | None = None
+    outcome: Outcome,
+    *,
+    system: str,
+    path: Path,
+    pin: Pin,
+    mutant: str | None = None,
+    seen: Rarity | None = None,
 ) -> Case:
-    """The case of a failing outcome, to be saved at `path`."""
+    """The case of a failing outcome, to be saved at `path`; what is too long to be read again is
+    cut short."""
     return Case(
         system=system,
         mutant=mutant,
         target=outcome.target,
         pin=pin,
-        setup=outcome.setup,
-        operations=[operation.text for operation in outcome.operations],
-        violations=outcome.violations,
+        setup=_cut(outcome.setup),
+        operations=[_cut(each.text) for each in outcome.operations[:MOST_OPERATIONS]],
+        violations=[_brief(each) for each in outcome.violations[:MOST_VIOLATIONS]],
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("kvoracle", "torch", "numpy")},
         },
         values=trimmed(outcome.values),
-        replay=f"kvoracle replay {shlex.quote(str(path))}",
+        seen=seen,
+        replay=replay_command(path),
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 1] + "…"
+
+
+def _brief(violation: Violation) -> Violation:
+    texts = {name: _cut(getattr(violation, name)) for name in ("sentence", "expected", "actual")}
+    return msgspec.structs.replace(violation, **texts)
+
+
+def replay_command(path: Path) -> str:
+    """What runs the case at `path` again."""
+    return f"kvoracle replay {shlex.quote(str(path))}"
 
 
 def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:
@@ -92,7 +118,7 @@ def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:
     # whom an operation concerned and what came of it is the engine's doing
     was = [_kind(text) for text in case.operations]
     is_ = [_kind(operation.text) for operation in outcome.operations]
-    if case.setup != outcome.setup or was != is_[: len(was)]:
+    if case.setup != _cut(outcome.setup) or was != is_[: len(was)]:
         raise CaseError(
             f"{path} no longer fails, but its tape no longer gives the run that it tells of "
             "either: replay it as it was saved, with the KVOracle release that saved it."
@@ -125,22 +151,36 @@ def load(path: Path) -> Case:
         CaseError: with one sentence, where the file cannot be read, is too large, is no case,
             or is one of another version.
     """
+    return decode(read(path), path)
+
+
+def read(path: Path) -> bytes:
+    """What lies at `path`: a plain file of a case's size, or a link to one.
+
+    Raises:
+        CaseError: with one sentence, where it is anything else.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise CaseError(
-            f"{path} cannot be read ({error.strerror}): give the path of a saved case."
-        ) from error
-    if len(data) > MOST_BYTES:
-        raise CaseError(
-            f"{path} has more than {MOST_BYTES} bytes: give a case that `kvoracle fuzz` saved."
-        )
+        # a pipe or a device is not waited for, wherever a link leads
+        return read_plain(Path(os.path.realpath(path)), most_bytes=MOST_BYTES)
+    except (FileNotFoundError, Unreadable) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        why = cause.strerror if isinstance(cause, OSError) else f"it {error}"
+        raise CaseError(f"{path} cannot be read ({why}): give the path of a saved case.") from error
+
+
+def decode(data: bytes, path: Path) -> Case:
+    """The case that `data` is, which was read from `path`.
+
+    Raises:
+        CaseError: with one sentence, where it is none, or one of another version.
+    """
     try:
         header = msgspec.json.decode(data, type=_Header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CaseError(
-            f"{path} is no saved case ({error}): give a JSON file that `kvoracle fuzz` saved."
+            f"{path} is no saved case ({_printable(error)}): give a JSON file that `kvoracle fuzz` "
+            "saved."
         ) from error
     if header.schema != SCHEMA or header.version != VERSION:
         raise CaseError(
@@ -149,7 +189,14 @@ def load(path: Path) -> Case:
         )
     try:
         return msgspec.json.decode(data, type=Case)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CaseError(
-            f"{path} is a damaged case ({error}): save it anew with `kvoracle fuzz`."
+            f"{path} is a damaged case ({_printable(error)}): save it anew with `kvoracle fuzz`."
         ) from error
+
+
+def _printable(error: Exception) -> str:
+    """What a decoder says, which may quote the file: a part of it, and nothing that steers a
+    terminal."""
+    said = str(error)[:200]
+    return "".join(letter if letter.isprintable() else "?" for letter in said)

@@ -9,39 +9,41 @@ ended it before anything was found.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from cyclopts import App, CycloptsError
-from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 import systems
-from fuzz import campaign, capacity, case, mutants, targets
+from fuzz import capacity, case, mutants, targets
+from fuzz.bench.command import bench
+from fuzz.bisect.command import bisect
+from fuzz.bugs.command import bugs
+from fuzz.bugs.registry import UnknownBug
 from fuzz.capacity import Budget, Layers, Ratios
+from fuzz.corpus import CorpusError
+from fuzz.determinism import digest
 from fuzz.explore.command import explore
+from fuzz.fuzzing import corpus, fuzz
 from fuzz.mutants import report as kill_report
-from fuzz.outcome import Outcome
-from fuzz.run import execute
+from fuzz.nightly import nightly
+from fuzz.report.command import report
+from fuzz.report.replaying import replay
 from fuzz.stamps import StampError
-from fuzz.tape import Tape
-from fuzz.targets.setup import KPool, Payload, PhysicalPageSize, Pin
 from fuzz.terminal import (
+    EXIT_INTERRUPTED,
     JsonFile,
     Positive,
     Processes,
     UsageError,
     bars,
     check_writable,
-    check_writable_folder,
     deliver,
     err,
     out,
     write_file,
 )
+from fuzz.trend import NightError
 from fuzz.verify.capacity import CapacityError
 from fuzz.verify.mooncake import TraceError
 from fuzz.verify.report import run_verify, tables
@@ -58,11 +60,14 @@ BAD_INPUT = (
     ContractError,
     case.CaseError,
     targets.UnknownTarget,
+    mutants.UnknownFunction,
     mutants.UnknownMutant,
+    UnknownBug,
+    CorpusError,
+    NightError,
     systems.UnknownSystem,
 )
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 
 app = App(
@@ -70,7 +75,16 @@ app = App(
     help="Correctness oracle and fuzzer for the KV-cache paths of LLM serving engines.",
     suppress_keyboard_interrupt=False,
 )
+app.command(bench)
+app.command(digest)
 app.command(explore)
+app.command(replay)
+app.command(report)
+app.command(bisect)
+app.command(bugs)
+app.command(fuzz)
+app.command(corpus)
+app.command(nightly)
 
 
 @app.command
@@ -99,118 +113,6 @@ def verify(
         report = run_verify(trace, quick=quick, processes=processes, progress=tick)
     deliver(out, tables(report), json=json, result=report)
     return 0 if report.passed else 1
-
-
-@app.command
-def fuzz(
-    target: str,
-    *,
-    executions: Positive | None = None,
-    seconds: Positive | None = None,
-    seed: int = 0,
-    processes: Processes = 1,
-    system: str = "optimized",
-    mutant: str | None = None,
-    payload: Payload | None = None,
-    kpool: KPool | None = None,
-    physical_page_size: PhysicalPageSize | None = None,
-    row_format: RowFormat | None = None,
-    cases: Path = Path("out/cases"),
-    json: JsonFile = None,
-) -> int:
-    """Search for a failure.  Each is shrunk and saved as a case that `kvoracle replay` runs.
-
-    Parameters
-    ----------
-    target
-        What to do to the engine; an unknown name lists those that there are.
-    executions
-        Stop after so many (1,000 if `seconds` is not given either).
-    seconds
-        Stop after so many.
-    seed
-        The first seed; they count up from it.
-    mutant
-        Plant this fault first.
-    payload
-        Only stamped runs, or only runs of a model.
-    kpool, physical_page_size, row_format
-        Fix this part of the geometry, which the tape would draw.
-    cases
-        Folder for the cases.
-    """
-    check_writable(json)
-    pin = Pin(
-        payload=payload,
-        kpool=kpool,
-        physical_page_size=physical_page_size,
-        row_format=row_format,
-    )
-    systems.load(system)
-    _check_ranks(targets.find(target), system, pin)
-    _check_plantable(mutant, system)
-    check_writable_folder(cases)
-    if executions is None and seconds is None:
-        executions = 1000
-    plan = campaign.Plan(
-        target=target,
-        system=system,
-        mutant=mutant,
-        pin=pin,
-        executions=executions,
-        seconds=seconds,
-        seed=seed,
-        processes=processes,
-    )
-    began = time.monotonic()
-    with bars(err) as tick:
-
-        def progress(done: int, _: int) -> None:
-            if seconds is None:
-                tick(target, done, executions or done)
-            else:
-                tick(f"{target}, seconds", min(int(time.monotonic() - began), seconds), seconds)
-
-        summary = campaign.run(plan, progress=progress)
-    saved = [
-        (case.case_of(f.outcome, system=system, path=path, pin=pin, mutant=mutant), path)
-        for f in summary.failures
-        for path in [cases / f"{target}-{f.signature.replace('/', '-')}-{f.seed}.json"]
-    ]
-    try:
-        for found, path in saved:
-            case.save(found, path)
-    finally:
-        lines = _campaign(summary, [found.replay for found, _ in saved])
-        deliver(out, lines, json=json, result=summary)
-    if summary.interrupted and not summary.failures:
-        return EXIT_INTERRUPTED
-    return 0 if summary.passed else 1
-
-
-@app.command
-def replay(file: Path, *, json: JsonFile = None) -> int:
-    """Run a saved case again, up to its first violation.  Exit status 1 if it still fails.
-
-    Parameters
-    ----------
-    file
-        A case that `kvoracle fuzz` saved.
-    """
-    check_writable(json)
-    saved = case.load(file)
-    system, target = systems.load(saved.system), targets.find(saved.target)
-    _check_plantable(saved.mutant, saved.system)
-    with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
-        outcome = execute(system, target, Tape(saved.values), pin=saved.pin)
-    lines = _outcome(outcome)
-    if outcome.skipped:
-        lines.append(Text(f"skipped, since the system lacks it: {', '.join(outcome.skipped)}"))
-    if not outcome.failed:
-        case.check_same_run(saved, outcome, file)
-        lines.append(Text("This case no longer fails."))
-    deliver(out, lines, json=json, result=outcome)
-    return 1 if outcome.failed else 0
 
 
 @app.command(name="mutants")
@@ -352,69 +254,6 @@ def fit_tokens(
     finally:
         deliver(out, capacity.parts(found), json=json, result=found)
     return 0
-
-
-def _check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
-    """A target with a driver of its own draws its geometry itself, and only one system has what
-    it drives."""
-    if target.ranges is None and (system != "optimized" or pin != Pin()):
-        raise UsageError(
-            f"{target.name} drives ranks of the optimized engine, as its tape says: leave out "
-            "--system, --payload, --kpool, --physical-page-size and --row-format."
-        )
-
-
-def _check_plantable(mutant: str | None, system: str) -> None:
-    """Mutants patch the optimized engine; on any other a campaign would be in vain."""
-    if mutant is None:
-        return
-    mutants.find(mutant)
-    if system != "optimized":
-        raise UsageError(
-            f"mutant {mutant!r} is a fault of the optimized engine and plants nothing in "
-            f"{system!r}: choose the system 'optimized', or no mutant."
-        )
-
-
-def _campaign(summary: campaign.Summary, replays: Sequence[str]) -> Iterator[RenderableType]:
-    """What a campaign did, then each failure with the command that replays it."""
-    table = Table("campaign", summary.plan.target)
-    table.add_row("executions", f"{summary.executions:,}")
-    table.add_row("operations", f"{summary.operations:,}")
-    table.add_row("executions a second and core", f"{summary.executions_per_second_and_core:.0f}")
-    table.add_row("seconds", f"{summary.seconds:.1f}")
-    for stage, ratio in sorted(summary.ratios.items()):
-        table.add_row(f"largest error / bound, {stage}", f"{ratio:.3g}")
-    for event, count in summary.events.items():
-        table.add_row(f"seen: {event}", f"{count:,}")
-    cure = f"{summary.plan.system} may lack it" if summary.skipped else "run more executions"
-    for event in summary.missing:
-        table.add_row(Text(f"never seen: {event}", "bold red"), cure)
-    for operation in summary.skipped:
-        table.add_row(f"skipped: {operation}", f"{summary.plan.system} cannot")
-    table.add_row("failures", str(sum(failure.count for failure in summary.failures)))
-    if summary.interrupted:
-        table.add_row(Text("interrupted", "bold red"), "this is what was done until then")
-    yield table
-    for number, (failure, replay_command) in enumerate(
-        zip(summary.failures, replays, strict=True), start=1
-    ):
-        title = Text(f"\nfailure {number}", "bold")
-        yield title.append(f": {failure.signature}, {failure.count} times", "not bold")
-        yield from _outcome(failure.outcome)
-        yield Text(replay_command)
-
-
-def _outcome(outcome: Outcome) -> list[Text]:
-    """A run in words, and what was wrong with its end."""
-    return [
-        Text(outcome.setup),
-        *(Text(f"  {n}. {op.text}") for n, op in enumerate(outcome.operations, start=1)),
-        *(
-            Text.assemble("  ", (violation.oracle, "red"), f": {violation.sentence}")
-            for violation in outcome.violations
-        ),
-    ]
 
 
 def main() -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
 
-import msgspec
 import torch
 
+from fuzz.coverage import Coverage, boundary, several
+from fuzz.digest import Digest, buffers
 from fuzz.oracles.transfers import Transfers
 from fuzz.outcome import Operation, Outcome
 from fuzz.router import Asked, Router, landed
@@ -33,6 +33,8 @@ from fuzz.targets.transfer import (
     draw_setup,
 )
 from fuzz.targets.transfer_events import TransferEvents
+from fuzz.watch import Watch
+from reference.contract import RequestId
 from reference.protocol import Arrived, Moved, Observation, Peer, Side
 
 KINDS = (
@@ -69,14 +71,15 @@ class Handover:
         tokens: of all prompts and decodes, a measure of a case's size.
     """
 
-    def __init__(self, setup: TransferSetup, tape: Tape) -> None:
+    def __init__(self, setup: TransferSetup, tape: Tape, watch: Watch | None = None) -> None:
         self.setup, self.tape = setup, tape
-        geometry = setup.wiring.geometries[Side.PREFILL]
+        self._geometry = geometry = setup.wiring.geometries[Side.PREFILL]
         self.router = Router(setup, stamper_of(geometry, setup.wiring.shape))
         self.violations: list[Violation] = []
         self.done: list[Operation] = []
-        self.digest = blake2b(digest_size=16)
+        self.digest = Digest()
         self.events = TransferEvents(self.router)
+        self.coverage = Coverage(lambda: len(tape.values))
         self._oracles = Transfers(self.router)
         # prompts that end on a checkpoint are shared: as often as all other boundaries
         ends = boundaries(geometry, setup.max_tokens)
@@ -96,6 +99,9 @@ class Handover:
             "produce": (self.router.behind, self._produce),
         }
         self._copy_faults = setup.shared.device_faults if setup.shared else 0
+        self._watch = watch
+        if watch:
+            watch.begin(self)
 
     def begin(self) -> None:
         """The first operation, which is not drawn."""
@@ -136,6 +142,15 @@ class Handover:
         if not self.violations:
             self._do("end", self._end)
 
+    def record(self) -> None:
+        """Enter all memory as it stands in the digest."""
+        self.digest.add(self.tape.values, [v.signature for v in self.violations])
+        for side, life in self.router.lives.items():
+            wiring = self.setup.wiring
+            for engine, aux in zip(life.engines, life.aux, strict=True):
+                for values in (*buffers(engine, wiring.shape, wiring.options[side]), aux):
+                    self.digest.add_tensor(values, exact=True)
+
     def close(self) -> None:
         """End what the run has started."""
         self.router.close()
@@ -154,14 +169,29 @@ class Handover:
             moved = kind not in ("submit", "compute", "produce")
             self._found += self._oracles.check(seen, fresh=self._fresh, moved=moved)
             self.violations = self._found
+            self._cover(kind, text)
+            self.coverage.observe(seen)
             self.events.observe(seen, ticked=kind in ("tick", "rest"))
+            self.coverage.count(self.events.seen)
         except Exception as cause:
             text = f"{kind}, which raised {cause!r}"
             crash = f"{kind}.{type(cause).__name__}"
             self.violations = [Violation("crash", crash, f"{kind} raised {cause!r}.")]
         self.done.append(Operation(text, self._about, self.tokens, False))
-        self.digest.update(text.encode())
-        self.digest.update(msgspec.msgpack.encode(seen))
+        if self._watch:
+            self._watch.after(self.done[-1], seen or [*self.router.log])
+        self.digest.add(text, seen)
+
+    def _cover(self, kind: str, text: str) -> None:
+        """Note an operation by where its request stands, and what is on its way."""
+        classes = []
+        for about in self._about[:1]:
+            asked = self.router.asked[RequestId(about)]
+            end = asked.stored if kind == "compute" else len(asked.tokens)
+            classes = [self.coverage.standing(asked.room), boundary(end, self._geometry)]
+        if kind in ("tick", "restart"):
+            kind = text.partition(";")[0]
+        self.coverage.operation(kind, *classes, f"{several(len(self.events.flying))} on the way")
 
     def _likelihoods(self) -> Iterator[float]:
         """Of stopping and of each kind: generation leaves out what is not possible, an end before
@@ -358,12 +388,12 @@ def _letter(side: Side) -> str:
     return "PD"[side]
 
 
-def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
+def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None) -> Outcome:
     """Do what `tape` says, at most so many operations, and then the rest; stop at the first that
-    breaks something."""
+    breaks something.  `watch` looks on."""
     with torch.inference_mode(False):  # the ranks' threads are not in it
         setup = (draw_shared_setup if target is SHARED_MEMORY else draw_setup)(tape)
-        run = Handover(setup, tape)
+        run = Handover(setup, tape, watch)
         try:
             run.begin()
             weights = _weights(target, tape)
@@ -371,6 +401,7 @@ def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
                 pass
             if not run.violations:
                 run.rest()
+            run.record()
         finally:
             run.close()
     return Outcome(
@@ -380,8 +411,10 @@ def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
         spans=tape.spans,
         operations=run.done,
         violations=run.violations,
-        digest=run.digest.hexdigest(),
+        exact=run.digest.exact,
+        digest=run.digest.full,
         events=dict(run.events.seen),
+        features=run.coverage.features,
         ratios={},
         requests=len(run.router.asked),
         tokens=run.tokens,

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
+from contextlib import suppress
+from itertools import islice
 from typing import TypeVar
 
-import msgspec
-
 import systems
+from fuzz.coverage import Coverage, several
+from fuzz.digest import Digest
 from fuzz.explore.choices import events, fair
 from fuzz.explore.draw import sentence
 from fuzz.explore.judged import Court
 from fuzz.explore.memory import Memory
-from fuzz.explore.minimise import fewest
+from fuzz.explore.minimise import LIVENESS, fewest
 from fuzz.explore.parts import State
+from fuzz.explore.search import least
 from fuzz.explore.words import Event, Kind
 from fuzz.explore.world import World
 from fuzz.outcome import Operation, Outcome
 from fuzz.step import Violation
 from fuzz.tape import Tape
 from fuzz.targets import Target
-from fuzz.targets.multi_rank import described, draw_bounds
+from fuzz.targets.multi_rank import described, draw_bounds, plainer
 from fuzz.targets.rank_events import RankEvents
+from fuzz.watch import Watch
 from reference import drain
 
 UNLUCKY, RESTARTS = 0.01, 1.0
@@ -37,6 +40,12 @@ LEAST = 0.05
 """Weight of what a seed's swarm would leave out: it is only late."""
 TAIL = 2_000
 """Events after the drawn ones at most."""
+SHRINKING = 30_000
+"""Events played again to leave some out."""
+STATES = 4_000, 30_000
+"""Of each plainer world that is searched: in full, and one of each kind."""
+IN_ALL, WORLDS = 80_000, 100
+"""States of all of them, and how many they are."""
 T = TypeVar("T")
 
 
@@ -49,9 +58,10 @@ class Interleaving:
         rested: nothing is left to happen, so that a violation is one of liveness.
         violations: of the last event.
         seen: what was seen how often.
+        memory: the destinations.
     """
 
-    def __init__(self, setup: Sequence[int]) -> None:
+    def __init__(self, setup: Sequence[int], watch: Watch | None = None) -> None:
         self.setup = [*setup]
         self.world = World(draw_bounds(Tape(setup)), systems.load_ranks())
         self.events: list[Event] = []
@@ -59,10 +69,15 @@ class Interleaving:
         self.rested = False
         self.violations: list[Violation] = []
         self.seen: Counter[str] = Counter()
-        self.digest = blake2b(digest_size=16)
-        self._court, self._memory = Court(self.world), Memory(self.world)
+        self.digest = Digest()
+        self._court, self.memory = Court(self.world), Memory(self.world)
         self._account = RankEvents(self.world, self.seen)
+        # each event is a value of the tape
+        self.coverage = Coverage(lambda: len(self.setup) + len(self.events))
         self._state = self._court.start()
+        self._watch = watch
+        if watch:
+            watch.begin(self)
 
     def found(self) -> list[Event]:
         """What may happen next; nothing once only bad luck is left."""
@@ -125,6 +140,8 @@ class Interleaving:
     def _happen(self, event: Event) -> None:
         kind = event.kind.name.lower()
         happened = self._guarded(kind, lambda: self.world.happen(self._state[:-1], event))
+        if self._watch and happened is None:
+            self._watch.after(event)
         if happened is None:
             return
         after, observations = happened
@@ -134,11 +151,16 @@ class Interleaving:
         except drain.Violation as bad:
             found.append(Violation("drain", bad.clause.value, bad.sentence))
         if event.kind is Kind.ARRIVE:
-            found += self._memory.land(event.what)
+            found += self.memory.land(event.what)
         for seen in observations:
-            found += self._memory.observe(seen)
-        self.digest.update(msgspec.msgpack.encode(observations))
+            found += self.memory.observe(seen)
+        if self._watch:
+            self._watch.after(event, observations)
+        self.digest.add(event, observations)
+        self.coverage.operation(kind, f"{several(len(self.world.flights(after)))} on the way")
+        self.coverage.observe(observations)
         self._account.observe(event, observations, after)
+        self.coverage.count(self.seen)
         self.violations, self._state = found, (*after, judge)
 
     def _guarded(self, what: str, call: Callable[[], T]) -> T | None:
@@ -151,11 +173,11 @@ class Interleaving:
             return None
 
 
-def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
+def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None) -> Outcome:
     """Let happen what `tape` says, at most so many events, and then the rest; stop at the first
-    that breaks something."""
+    that breaks something.  `watch` looks on."""
     bounds = draw_bounds(tape)
-    run, swarm = Interleaving(tape.values), tape.swarm(len(Kind))
+    run, swarm = Interleaving(tape.values, watch), tape.swarm(len(Kind))
     while len(run.events) < most and (found := run.found()) and not run.violations:
         with tape.span("operation"):
             choice = tape.choose([0.0, *run.weights(found, swarm)])
@@ -164,6 +186,7 @@ def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
         run.happen(found[choice - 1])
     if not run.violations:
         run.rest()
+    run.digest.add(tape.values, [v.signature for v in run.violations])
     return Outcome(
         target=target.name,
         values=tape.values,
@@ -174,8 +197,10 @@ def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
             for event in (*run.events, *run.tail)
         ],
         violations=run.violations,
-        digest=run.digest.hexdigest(),
+        exact=run.digest.exact,
+        digest=run.digest.full,
         events=dict(run.seen),
+        features=run.coverage.features,
         ratios={},
         requests=len(bounds.rooms),
         tokens=0,
@@ -186,20 +211,22 @@ def execute(target: Target, tape: Tape, *, most: int) -> Outcome:
 
 def shrink(target: Target, failing: Outcome) -> Outcome:
     """The same failure in fewer events, of a plainer world, and in an order that is as ordinary
-    as it can be.  What is left out of a run makes others impossible, which are left out as well,
-    so that runs shrink as events and only then become a tape again."""
-    signature = failing.signature
+    as it can be.
 
-    def shows(run: Interleaving) -> bool:
-        return bool(run.violations) and run.violations[0].signature == signature
-
-    run, before = played(failing.values), None
-    while before != (before := _taped(run)):
-        run = fewest(run.again, run, shows)
-        run = _plainer(run, shows)
-        run = _ordinary(run, shows)
-    smallest = execute(target, Tape(_taped(run)), most=target.operations)
-    return smallest if smallest.signature == signature else failing
+    What is left out of a run makes others impossible, which are left out as well, so that runs
+    shrink as events and only then become a tape again.  Where a clause breaks, the worlds that are
+    no less plain than what is left are then searched, the plainest first: so all runs in which a
+    fault breaks a clause end in one.
+    """
+    tries = _Tries(played(failing.values), failing.signature)
+    with suppress(_Spent):
+        tries.shrink()
+    for run in (_plainest(tries.least, failing), tries.least):
+        if run is not None:
+            smallest = execute(target, Tape(_taped(run)), most=target.operations)
+            if _same(smallest.signature, failing.signature):
+                return smallest
+    return failing
 
 
 def played(values: Sequence[int]) -> Interleaving:
@@ -217,31 +244,95 @@ def played(values: Sequence[int]) -> Interleaving:
     return run if run.violations and run.rested else run.again([*run.events, *run.tail])
 
 
-def _plainer(run: Interleaving, shows: Callable[[Interleaving], bool]) -> Interleaving:
-    """Each value of the bounds as low as it gets."""
-    for place, value in enumerate(run.setup):
-        for lower in range(value):
-            setup = [*run.setup[:place], lower, *run.setup[place + 1 :]]
-            tried = run.again(run.events, setup=setup)
-            if shows(tried) and len(tried.events) <= len(run.events):
-                run = tried
-                break
-    return run
+def _same(signature: str | None, other: str | None) -> bool:
+    """Whether two failures are one: which clause of liveness is named depends on who is looked at
+    first."""
+    lively = {f"drain/{clause}" for clause in LIVENESS}
+    return signature == other or {signature, other} <= lively
 
 
-def _ordinary(run: Interleaving, shows: Callable[[Interleaving], bool]) -> Interleaving:
-    """Neighbours change places as long as that makes the tape smaller."""
-    values, place = _taped(run), 0
-    while place + 1 < len(run.events):
-        first, second = run.events[place : place + 2]
-        tried = run.again([*run.events[:place], second, first, *run.events[place + 2 :]])
-        if shows(tried) and len(tried.events) <= len(run.events):
-            smaller = _taped(tried)
-            if smaller < values:
-                values, run, place = smaller, tried, max(0, place - 1)
-                continue
-        place += 1
-    return run
+class _Spent(Exception):
+    """Enough was tried."""
+
+
+class _Tries:
+    """Runs that might show a failure in less; `least` is the least that did."""
+
+    def __init__(self, run: Interleaving, signature: str | None) -> None:
+        self.least, self._tape = run, _taped(run)
+        self._signature = signature
+        self._left = SHRINKING
+
+    def shrink(self) -> None:
+        """Leave events out, make the world plainer, and the order ordinary, as long as that helps.
+
+        Raises:
+            _Spent: where there would be more to try.
+        """
+        before: list[int] = []
+        while before != (before := self._tape):
+            fewest(self._again, self.least, self._shows)
+            self._plainer()
+            self._ordinary()
+
+    def _again(self, wanted: Sequence[Event], setup: Sequence[int] | None = None) -> Interleaving:
+        self._left -= len(wanted)
+        if self._left < 0:
+            raise _Spent
+        return self.least.again(wanted, setup=setup)
+
+    def _shows(self, run: Interleaving) -> bool:
+        """Whether a run fails alike in fewer events, or in as many of a lesser tape: it is kept."""
+        if not run.violations or not _same(run.violations[0].signature, self._signature):
+            return False
+        tape = _taped(run)
+        if (len(run.events), tape) >= (len(self.least.events), self._tape):
+            return False
+        self.least, self._tape = run, tape
+        return True
+
+    def _plainer(self) -> None:
+        """Each value of the bounds as low as it gets."""
+        for place, value in enumerate(self.least.setup):
+            for lower in range(value):
+                setup = [*self.least.setup]
+                setup[place] = lower
+                if self._shows(self._again(self.least.events, setup)):
+                    break
+
+    def _ordinary(self) -> None:
+        """Neighbours change places as long as that makes the tape smaller."""
+        place = 0
+        while place + 1 < len(self.least.events):
+            events = self.least.events
+            first, second = events[place : place + 2]
+            if self._shows(self._again([*events[:place], second, first, *events[place + 2 :]])):
+                place = max(0, place - 1)
+            else:
+                place += 1
+
+
+def _plainest(run: Interleaving, failing: Outcome) -> Interleaving | None:
+    """The least run in the plainest world in which the same clause breaks, if a search of so many
+    states comes to it."""
+    oracle, _, clause = (failing.signature or "").partition("/")
+    if oracle != "drain":
+        return None
+    clauses = LIVENESS if clause in LIVENESS else {clause}
+    limit, more = STATES
+    left = IN_ALL
+    for setup in islice(plainer(run.setup), WORLDS):
+        world = World(draw_bounds(Tape(setup)), run.world.ranks)
+        found, states = least(world, clauses=clauses, limit=limit, more=more)
+        if found is not None:
+            shown = Interleaving(setup)
+            for event in found.events:
+                shown.happen(event)
+            return shown
+        left -= states
+        if left < 0:
+            break
+    return None
 
 
 def _taped(run: Interleaving) -> list[int]:

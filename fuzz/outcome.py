@@ -25,8 +25,10 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
         values, bounds, spans: the tape as it was read, in its normal form.
         operations: the last one failed if there are violations.
         violations: of the first operation that had any.
-        digest: of all choices, outputs, accounts and buffers.
+        exact, digest: of choices, verdict, accounts, selections and stamped rows; and with the
+            floats of a model run (`fuzz.digest`).
         events: what happened how often.
+        features: which behaviours were shown, and by which place of the tape (`fuzz.coverage`).
         ratios: of a model run, the largest error by its bound, by stage (`reference.bounds`).
         requests, tokens: the size of the case.
         skipped: what the target would do and the engine lacks the capability for.
@@ -39,8 +41,10 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     spans: list[Span]
     operations: list[Operation]
     violations: list[Violation]
+    exact: str
     digest: str
     events: dict[str, int]
+    features: dict[str, int]
     ratios: dict[str, float]
     requests: int
     tokens: int

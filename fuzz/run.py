@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from hashlib import blake2b
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 import torch
 
 from fuzz import handover, interleave
+from fuzz.coverage import Coverage
+from fuzz.digest import Digest, buffers
 from fuzz.oracles.containment import Containment
 from fuzz.oracles.exact import Exact
 from fuzz.oracles.metamorphic import Metamorphic
@@ -26,29 +28,32 @@ from fuzz.targets import Target
 from fuzz.targets.events import Events
 from fuzz.targets.session import KINDS, MOVES, NEEDS, Session
 from fuzz.targets.setup import Pin, Setup, draw_setup, model_weights
+from fuzz.watch import Watch
 from reference.contract import (
     Capability,
-    Component,
     ContractError,
     Engine,
     EngineOptions,
     System,
-    components,
 )
 
 STOP_WEIGHT = 0.8
 """Of a run's end, beside those of its operations: docs/decisions/0010."""
 NO_PIN = Pin()
+T = TypeVar("T")
 DRIVERS = {"multi_rank": interleave, "transfer": handover, "shared_memory": handover}
 """What executes the targets that drive no single engine."""
 
 
 @torch.inference_mode()
-def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) -> Outcome:
-    """Run `tape` on a fresh engine of `system`; stop at the first step with a violation."""
+def execute(
+    system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN, watch: Watch | None = None
+) -> Outcome:
+    """Run `tape` on a fresh engine of `system`; stop at the first step with a violation.  `watch`
+    looks on."""
     if target.ranges is None:
         most = pin.operations or target.operations
-        return DRIVERS[target.name].execute(target, tape, most=most)
+        return DRIVERS[target.name].execute(target, tape, most=most, watch=watch)
     if Capability.MODEL not in system.capabilities:
         pin = msgspec.structs.replace(pin, payload="stamped")
     if Capability.HISPARSE not in system.capabilities:
@@ -56,18 +61,20 @@ def execute(system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN) ->
     setup = draw_setup(tape, target.ranges, pin)
     if Capability.HOST_TIER not in system.capabilities:
         setup = replace(setup, options=replace(setup.options, host_tier=None))
-    run = _Run(system, setup, tape)
-    violations, operations = run.play(target, pin.operations or target.operations)
-    session = run.session
+    run = Run(system, setup, tape, watch)
+    violations = run.play(target, pin.operations or target.operations)
+    session, digest = run.session, run.digest(violations)
     return Outcome(
         target=target.name,
         values=tape.values,
         bounds=tape.bounds,
         spans=tape.spans,
-        operations=operations,
+        operations=run.done,
         violations=violations,
-        digest=run.digest(),
+        exact=digest.exact,
+        digest=digest.full,
         events=dict(session.seen),
+        features=run.coverage.features,
         ratios=run.numeric.ratios,
         requests=len(run.world.clients),
         tokens=session.tokens,
@@ -87,10 +94,16 @@ def _skipped(system: System, target: Target) -> list[str]:
     return [*lacking, "hisparse"] if hisparse else lacking
 
 
-class _Run:
-    """One engine with its caller, its oracles and its digest."""
+class Run:
+    """One engine with its caller, its oracles and its digest.
 
-    def __init__(self, system: System, setup: Setup, tape: Tape) -> None:
+    Fields:
+        done: the operations so far, in words.
+    """
+
+    def __init__(
+        self, system: System, setup: Setup, tape: Tape, watch: Watch | None = None
+    ) -> None:
         stamped = setup.payload == "stamped"
         weights = None if stamped else model_weights(setup.geometry)
         ape = stamper_of(setup.geometry, setup.shape).ape if stamped else None
@@ -117,6 +130,7 @@ class _Run:
             self.world, tape, max_tokens=setup.max_tokens, max_length=setup.max_length
         )
         self._events = Events(self.world, self.session.seen)
+        self.coverage = Coverage(lambda: len(tape.values))
         viewer = Viewer(self.world)
         self.numeric = Numeric(self.world)
         self._oracles: list[Oracle] = [
@@ -128,36 +142,67 @@ class _Run:
             self.numeric,
             Metamorphic(self.world, lambda: build(ample)),
         ]
-        self._digest = blake2b(setup.payload.encode(), digest_size=16)
+        self._digest = Digest()
+        self.done: list[Operation] = []
+        self._watch = watch
+        if watch:
+            watch.begin(self.world)
 
-    def play(self, target: Target, most: int) -> tuple[list[Violation], list[Operation]]:
-        """Do operations until the tape stops, `most` are done or one has violations; returns
-        those, and all operations."""
+    def play(self, target: Target, most: int) -> list[Violation]:
+        """Do operations until the tape stops, `most` are done or one has violations, which are
+        returned."""
         weights = self._weights(target)
-        done: list[Operation] = []
+        for _ in range(most):
+            found = self.operate(weights)
+            if found is None:
+                break
+            if found:
+                return found
+        return self.end()
+
+    def operate(self, weights: Sequence[float]) -> list[Violation] | None:
+        """Do an operation that the tape draws by `weights`, of stopping and of each kind; what is
+        wrong with it, None if the tape stops."""
+        return self._caught(lambda: self._operate(weights))
+
+    def end(self) -> list[Violation]:
+        """What is wrong with the run as a whole, now that no operation follows."""
+        return self._caught(self._end)
+
+    def _operate(self, weights: Sequence[float]) -> list[Violation] | None:
+        step = self.session.step(weights)
+        if step is None:
+            return None
+        found = self._judge(step)
+        if not found:
+            self._events.observe(step)
+            self.coverage.step(step, self.world)
+            self.coverage.count(self.session.seen)
+        return found
+
+    def _end(self) -> list[Violation]:
+        for step in self.session.last_steps():
+            if found := self._judge(step):
+                return found
+        return [v for oracle in self._oracles for v in oracle.close()]
+
+    def _caught(self, do: Callable[[], T]) -> T | list[Violation]:
+        """What `do` returns, or what is wrong where the engine raises."""
         try:
-            for _ in range(most):
-                step = self.session.step(weights)
-                if step is None:
-                    break
-                if found := self._judge(step, done):
-                    return found, done
-                self._events.observe(step)
-            for step in self.session.last_steps():
-                if found := self._judge(step, done):
-                    return found, done
-            return [v for oracle in self._oracles for v in oracle.close()], done
+            return do()
         except EngineCrash as crash:
-            return [crash.violation], done
+            return [crash.violation]
         except ContractError as refusal:
             sentence = f"The engine refused a legal call: {refusal}"
-            return [Violation("exact", "refused", sentence)], done
+            return [Violation("exact", "refused", sentence)]
 
-    def _judge(self, step: Step, done: list[Operation]) -> list[Violation]:
+    def _judge(self, step: Step) -> list[Violation]:
         """Enter a step among those done; what is wrong with it."""
         requests = sorted(int(request) for request in step.about)
-        done.append(Operation(step.text, requests, self.session.tokens, step.idle))
+        self.done.append(Operation(step.text, requests, self.session.tokens, step.idle))
         self._record(step)
+        if self._watch:
+            self._watch.after(step)
         return [v for oracle in self._oracles for v in oracle.check(step)]
 
     def _weights(self, target: Target) -> list[float]:
@@ -175,25 +220,20 @@ class _Run:
         return [STOP_WEIGHT, *mixed]
 
     def _record(self, step: Step) -> None:
-        self._digest.update(step.text.encode())
-        self._digest.update(msgspec.msgpack.encode((step.after.requests, step.after.cached)))
-        for account in (step.after.hot, step.after.tier):
-            if account:
-                self._digest.update(msgspec.msgpack.encode(account))
+        after = step.after
+        self._digest.add(step.text, after.requests, after.cached, after.hot, after.tier)
         for _, output in step.outputs:
-            for values in (output.selected, output.logits, output.misses, output.attended):
+            for values in (output.selected, output.misses, output.attended, output.logits):
                 if values is not None:
-                    self._digest.update(values.numpy().tobytes())
+                    self._digest.add_tensor(values, exact=values is not output.logits)
 
-    def digest(self) -> str:
-        """Of the run so far, and of all buffers as they stand."""
-        engine, shape = self.world.engine, self.world.shape
-        if Capability.RAW in engine.capabilities:
-            for component in components(self.world.options):
-                states = component is Component.STATE
-                for layer in range(len(shape.kda_layers if states else shape.dsa_layers)):
-                    self._digest.update(engine.raw(component, layer).numpy().tobytes())
-        return self._digest.hexdigest()
+    def digest(self, violations: Sequence[Violation]) -> Digest:
+        """Of the whole run, once it is over, and of all buffers as they stand."""
+        world = self.world
+        self._digest.add(self.session.tape.values, [v.signature for v in violations])
+        for values in buffers(world.engine, world.shape, world.options):
+            self._digest.add_tensor(values, exact=world.stamped)
+        return self._digest
 
 
 def check_deterministic(system: System, target: Target, outcome: Outcome, *, pin: Pin) -> bool:

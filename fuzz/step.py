@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -24,17 +24,30 @@ from reference.geometry import Geometry, ModelShape
 from reference.occupancy import hot_rows
 from reference.restore import Step as TierStep
 
+Text = Annotated[str, msgspec.Meta(max_length=4000)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+"""Limits of what a saved case may say of a run."""
+
 SPOILT = 0xA5
 """What the harness writes over what an engine returned, once it is judged: it is the caller's."""
 
 
-class Violation(msgspec.Struct, frozen=True):
-    """One thing that is wrong.  `oracle` and `component` are the failure's signature;
-    `sentence` names the row, who should own it and who does."""
+class Violation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that is wrong.
 
-    oracle: str
-    component: str
-    sentence: str
+    Fields:
+        oracle, component: the failure's signature.
+        sentence: all of it, in words.
+        row, expected, actual: the place, what it should hold and what it holds, where one row
+            shows it.
+    """
+
+    oracle: Name
+    component: Name
+    sentence: Text
+    row: Text = ""
+    expected: Text = ""
+    actual: Text = ""
 
     @property
     def signature(self) -> str:

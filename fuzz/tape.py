@@ -1,9 +1,10 @@
 """One sequence of integers decides everything in a run.
 
-A tape is read by drawing integers below a bound.  It is made in one of two ways: *generated*
-from a seed, or *replayed* from recorded values.  Replaying is total: a value too large for the
-bound that meets it is clipped, and a tape that has ended yields 0.  So every edited tape is a
-run, and the shrinker need not know what the values mean.  0 is always the simplest choice.
+A tape is read by drawing integers below a bound.  It is *generated* from a seed, *replayed* from
+recorded values, or both: values first, and a seed from where they end.  Replaying is total: a
+value too large for the bound that meets it is clipped, and a tape that has ended yields 0.  So
+every edited tape is a run, and the shrinker need not know what the values mean.  0 is always the
+simplest choice.
 
 What only steers generation (weights, favoured values, swarm) is never recorded, so a saved tape
 outlives changes to it.  The generator is splitmix64 in plain integers: a seed means the same
@@ -49,7 +50,8 @@ class Span:
 
 
 class Tape:
-    """A run's choices.  `Tape(seed=...)` generates them, `Tape(values)` replays them.
+    """A run's choices.  `Tape(seed=...)` generates them, `Tape(values)` replays them, and
+    `Tape(values, seed=...)` replays the values and then generates.
 
     Fields:
         values: what was drawn so far, each below its bound: the normal form of this run.
@@ -68,8 +70,9 @@ class Tape:
 
     @property
     def generating(self) -> bool:
-        """Whether values come from a seed."""
-        return self._random is not None
+        """Whether the next value comes from a seed."""
+        at = len(self.values)
+        return self._random is not None and len(self._source) <= at < LIMIT
 
     @property
     def exhausted(self) -> bool:
@@ -79,7 +82,7 @@ class Tape:
     def draw(self, bound: int, *, favour: Sequence[int] = ()) -> int:
         """An integer in 0 .. bound - 1; generation takes three in four from `favour`, as far
         as its values are below the bound."""
-        if self._random is not None and bound > 1 and len(self.values) < LIMIT:
+        if self._random is not None and bound > 1 and self.generating:
             chosen = [v for v in favour if 0 <= v < bound]
             if chosen and self._random.below(4):
                 value = chosen[self._random.below(len(chosen))]
@@ -91,7 +94,7 @@ class Tape:
 
     def choose(self, weights: Sequence[float]) -> int:
         """An index into `weights`; generation takes i with probability weights[i] / sum."""
-        if self._random is None or len(self.values) >= LIMIT:
+        if self._random is None or not self.generating:
             return self._record(self._replayed(len(weights)), len(weights))
         at = self._random.next() / 2**64 * sum(weights)
         value = 0
@@ -102,7 +105,7 @@ class Tape:
     def swarm(self, count: int) -> list[float]:
         """`count` weights of this seed, a quarter of them 0 and the others far apart, so that
         seeds differ in what they do much of and in what they leave out (swarm testing, Groce
-        et al., ISSTA 2012).  All 1 in a replay."""
+        et al., ISSTA 2012).  All 1 without a seed."""
         if self._swarm is None:
             return [1.0] * count
         return [(0.0, 1.0, 2.0, 6.0)[self._swarm.below(4)] for _ in range(count)]
@@ -116,7 +119,7 @@ class Tape:
 
     def _replayed(self, bound: int) -> int:
         at = len(self.values)
-        value = self._source[at] if self._random is None and at < len(self._source) else 0
+        value = self._source[at] if at < len(self._source) else 0
         return min(max(value, 0), bound - 1)
 
     def _record(self, value: int, bound: int) -> int:

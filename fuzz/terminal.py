@@ -5,24 +5,34 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from cyclopts import Parameter, validators
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from fuzz.outcome import Outcome
 
 JsonFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file.")]
 Processes = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))]
 Natural = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
-Tick = Callable[[str, int, int], None]
-"""Called with a part's name, the units done and the units in all."""
+
+EXIT_INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended before it had found anything."""
+
+
+class Tick(Protocol):
+    """Told of a part: its name, the units done, the units in all, and what else is new of it."""
+
+    def __call__(self, part: str, done: int, total: int, note: str = "") -> None: ...
 
 
 class UsageError(Exception):
@@ -70,18 +80,32 @@ def bars(console: Console) -> Iterator[Tick]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=console) as progress:
         tasks: dict[str, Any] = {}
 
-        def tick(part: str, done: int, total: int) -> None:
+        def tick(part: str, done: int, total: int, note: str = "") -> None:
             if part not in tasks:
-                tasks[part] = progress.add_task(part, total=total)
-            progress.update(tasks[part], completed=done, total=total)
+                tasks[part] = progress.add_task(part, total=total, note=note)
+            progress.update(tasks[part], completed=done, total=total, note=note)
             if done == total and not console.is_terminal:
-                print(f"{part}: {total:,} done", file=sys.stderr, flush=True)
+                said = f"{part}: {total:,} done" + (f", {note}" if note else "")
+                print(said, file=sys.stderr, flush=True)
 
         yield tick
+
+
+def outcome_lines(outcome: Outcome) -> list[Text]:
+    """A run in words, and what was wrong with its end."""
+    return [
+        Text(outcome.setup),
+        *(Text(f"  {n}. {op.text}") for n, op in enumerate(outcome.operations, start=1)),
+        *(
+            Text.assemble("  ", (violation.oracle, "red"), f": {violation.sentence}")
+            for violation in outcome.violations
+        ),
+    ]
 
 
 def check_writable(path: Path | None) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -44,3 +49,91 @@ def _start(pool: ProcessPoolExecutor, processes: int) -> None:
             pool.submit(int)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+class Crew(Protocol):
+    """Workers, here or elsewhere, whose death costs the job at hand and nothing else.
+
+    Fields:
+        size: jobs that it takes at a time.
+        deaths: what a job's future raises if its worker died.
+        tries: workers that a job may cost before it is given up.
+    """
+
+    size: int
+    tries: int
+    deaths: tuple[type[Exception], ...]
+
+    def submit(self, work: Callable[..., Result], /, *args: Any) -> Future[Result]:
+        """Start a job; there may be `size` of them."""
+        ...
+
+
+class Processes:
+    """A crew of processes of this machine.  Each has a pool of its own: all jobs of a pool end
+    with any of its processes."""
+
+    tries = 2
+    deaths: tuple[type[Exception], ...] = (BrokenProcessPool,)
+
+    def __init__(self, size: int, stack: ExitStack) -> None:
+        self.size = size
+        self._stack = stack
+        self._pools = [stack.enter_context(workers(1)) for _ in range(size)]
+        self._jobs: list[Future[Any] | None] = [None] * size
+
+    def submit(self, work: Callable[..., Result], /, *args: Any) -> Future[Result]:
+        free = next(i for i, job in enumerate(self._jobs) if job is None or job.done())
+        try:
+            job = self._pools[free].submit(work, *args)
+        except BrokenProcessPool:
+            self._pools[free] = self._stack.enter_context(workers(1))
+            job = self._pools[free].submit(work, *args)
+        self._jobs[free] = job
+        return job
+
+
+@contextmanager
+def processes(size: int) -> Iterator[Crew]:
+    """A crew of so many processes; they end as those of `workers`."""
+    with ExitStack() as stack:
+        yield Processes(size, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Job, Result]):
+    """A job that is over.
+
+    Fields:
+        result: None if it was given up.
+        deaths: workers that died of it.
+    """
+
+    job: Job
+    result: Result | None
+    deaths: int
+
+
+def carried_out(
+    crew: Crew, work: Callable[[Job], Result], jobs: Iterable[Job]
+) -> Iterator[Done[Job, Result]]:
+    """Each job as it ends.  One whose worker died is done again, `Crew.tries` times in all."""
+    running: dict[Future[Result], tuple[Job, int]] = {}
+
+    def ended() -> Iterator[Done[Job, Result]]:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            job, deaths = running.pop(future)
+            try:
+                yield Done(job, future.result(), deaths)
+            except crew.deaths:
+                if deaths + 1 == crew.tries:
+                    yield Done(job, None, crew.tries)
+                else:
+                    running[crew.submit(work, job)] = job, deaths + 1
+
+    for job in jobs:
+        running[crew.submit(work, job)] = job, 0
+        while len(running) >= crew.size:
+            yield from ended()
+    while running:
+        yield from ended()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ if CUDA:
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_corpus(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test's campaigns learn must not steer another's."""
+    folder = tmp_path_factory.getbasetemp() / f"corpus-{uuid.uuid4().hex}"
+    monkeypatch.setenv("KVORACLE_CORPUS", str(folder))
 
 
 @pytest.fixture(params=LAUNCHES, ids="-".join)

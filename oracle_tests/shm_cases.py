@@ -177,6 +177,7 @@ class Footprint(NamedTuple):
 
 def footprint() -> Footprint:
     """Of this process; segments with a name are everybody's, and there should be none."""
+    gc.collect()  # what an earlier test has left to it is not what this one holds
     return Footprint(
         len(os.listdir("/proc/self/fd")),
         mappings(os.getpid()),

@@ -31,8 +31,8 @@ def ctrl_c():
 
 
 def test_ctrl_c_keeps_what_was_found():
-    def progress(executions, failures):
-        if failures:
+    def progress(news):
+        if news.failures:
             ctrl_c()
 
     summary = run(FAULTY, progress=progress)
@@ -47,7 +47,7 @@ def test_ctrl_c_keeps_what_was_found():
 def test_ctrl_c_ends_the_workers(times):
     left = times
 
-    def progress(executions, failures):
+    def progress(news):
         nonlocal left
         while left:
             left -= 1

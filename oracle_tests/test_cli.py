@@ -44,7 +44,8 @@ def saved_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cases")
     command = [sys.executable, "-m", "fuzz.cli", "fuzz", "prefix_split"]
     options = ["--executions", "100", "--payload", "stamped", "--mutant", FAULT]
-    found = subprocess.run([*command, *options, "--cases", folder], capture_output=True, text=True)
+    folders = ["--cases", folder, "--corpus", tmp_path_factory.mktemp("corpus")]
+    found = subprocess.run([*command, *options, *folders], capture_output=True, text=True)
     assert found.returncode == 1, found.stderr
     first = min(folder.iterdir())
     assert f"kvoracle replay {first}" in found.stdout
@@ -117,6 +118,7 @@ def test_geometry_prints_sizes(kvoracle: Run) -> None:
         (["fuzz", "slot_reuse", "--kpool", "16"], '"16" for --kpool', "Choose from: 1, 2, 4"),
         (["fuzz", "slot_reuse", "--physical-page-size", "1000000"], "1000000", "4, 8, 16, 32, 64"),
         (["fuzz", "slot_reuse", "--cases", "/dev/null/x"], "cannot be made", "name a folder"),
+        (["fuzz", "slot_reuse", "--corpus", "/dev/null/x"], "cannot be made", "name a folder"),
         (
             ["fuzz", "slot_reuse", "--system", "reference", "--mutant", FAULT],
             "plants nothing in 'reference'",
@@ -215,11 +217,11 @@ def test_ctrl_c_saves_what_was_found(
 ) -> None:
     batches = []
 
-    def search(plan: campaign.Plan, seeds: range) -> object:
-        batches.append(seeds)
+    def search(plan: campaign.Plan, batch: campaign.Batch) -> object:
+        batches.append(batch)
         if len(batches) == 4:
             interrupt()
-        return searched(plan, seeds)
+        return searched(plan, batch)
 
     searched = campaign._search
     monkeypatch.setattr(campaign, "_search", search)

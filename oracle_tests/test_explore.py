@@ -16,7 +16,7 @@ from fuzz.explore.judged import Court
 from fuzz.explore.minimise import LIVENESS, breaks, minimised
 from fuzz.explore.parallel import added, explore, shares
 from fuzz.explore.schedule import Pct, Random, Walk, replay
-from fuzz.explore.search import Search
+from fuzz.explore.search import Search, least, shortest
 from fuzz.explore.world import World
 from fuzz.mutants.exploring import explore as look_for
 from optimized.transfer import drain, ranks
@@ -172,6 +172,58 @@ def test_no_event_of_a_minimised_run_can_be_left_out():
             assert not breaks(replay(court, rest), short.violation.clause.value)
         with pytest.raises(ValueError, match="does not break S3"):
             minimised(court, bad.events, "S3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "outstanding_until_posted",
+        "acks_without_closing",
+        "poison_ignored",
+        "broken_taken_for_landed",
+        "unknown_no_longer_reads",
+        "ready_by_any",
+        "abort_to_one_writer",
+    ],
+)
+def test_all_runs_of_a_fault_end_in_one(name):
+    mutant = mutants.find(name)
+    found, ends = set(), set()
+    for seed in range(4):
+        first, short = (
+            look_for(mutant, seed=seed, runs=20_000, budget_s=60, shrink=shrink)
+            for shrink in (False, True)
+        )
+        assert short.clause == first.clause == first.bad.violation.clause.value
+        found.add(first.steps)
+        ends.add(short.steps)
+    assert len(found) == 4
+    assert len(ends) == 1
+
+
+def test_what_breaks_liveness_is_more_than_what_breaks_at_once():
+    """Its events are fewer, since those that come by themselves are not counted."""
+    with mutants.find("poison_ignored").applied():
+        court = Court(world(NAMED["small"]))
+        (lively, _), (safe, _) = (
+            least(court.world, clauses=clauses) for clauses in (LIVENESS, {"S3"})
+        )
+        assert len(lively.events) < len(safe.events)
+        assert shortest(court, lively.events, "L1").events == safe.events
+
+
+def test_a_search_for_one_clause_goes_on_past_the_others():
+    within = bounds(ranks=1, requests=1, reuse=0, faults=0)
+    with mutants.find("released_twice").applied():
+        found = Search(world(within), clauses={"S5"}).run(limit=10_000)
+        assert found.clause == "S5"
+        past = Search(world(within), clauses=LIVENESS).run(limit=10_000)
+    assert past.clause is None, "a run that ends in S5 is not one that goes on for ever"
+    assert past.fixpoint
+    with mutants.find("outstanding_until_posted").applied():
+        for clause in ("S3", "S6", "S8"):
+            run, _ = least(world(NAMED["small"]), clauses={clause})
+            assert run.violation.clause.value == clause
 
 
 @pytest.mark.parametrize("scheduler", [Random, lambda seed: Pct(seed, depth=3)])

@@ -4,6 +4,7 @@ and made short."""
 from __future__ import annotations
 
 import json
+from itertools import islice
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +17,7 @@ from fuzz.explore.words import Bounds, Event, Flight, Kind
 from fuzz.explore.world import World
 from fuzz.interleave import Interleaving
 from fuzz.tape import Tape
-from fuzz.targets.multi_rank import MULTI_RANK, TOPOLOGIES, draw_bounds
+from fuzz.targets.multi_rank import MULTI_RANK, TOPOLOGIES, draw_bounds, plainer
 from reference.protocol import (
     Completion,
     Moved,
@@ -200,6 +201,42 @@ def test_a_fault_of_the_protocol_is_found_and_made_short(name):
 
 
 @pytest.mark.parametrize(
+    "name", ["timeout_frees", "one_ack_fewer", "ack_on_receipt_of_abort", "poison_ignored"]
+)
+def test_all_runs_in_which_a_fault_breaks_a_clause_end_in_one(name):
+    with mutants.find(name).applied():
+        bad = list(islice((o for seed in range(400) if (o := execute(seed)).failed), 4))
+        ends = [interleave.shrink(MULTI_RANK, one) for one in bad]
+    assert len({one.signature for one in bad}) == 1
+    assert len({one.setup for one in bad}) == 4
+    assert len({(end.setup, *(op.text for op in end.operations)) for end in ends}) == 1
+
+
+def test_plainer_worlds_come_first_and_end_with_the_world_itself():
+    fan_in = [3, *PLAIN[1:14], 1, 0]
+    setups = list(plainer(fan_in))
+    assert setups[0] == PLAIN
+    assert fan_in in setups
+    few = [draw_bounds(Tape(setup)) for setup in setups if setup[1] < 2]
+    assert len(set(few)) == len(few)
+    pairs = draw_bounds(Tape([1, *PLAIN[1:]]))
+    assert pairs in map(draw_bounds, map(Tape, setups)), "two processes more are one and an abort"
+    assert not any(setup[6] for setup in setups), "what was plain stays so"
+
+
+def test_shrinking_comes_to_an_end(monkeypatch):
+    """However long a run is, no more than so many events are played again."""
+    with mutants.find("released_twice").applied():
+        bad = next(o for seed in range(400) if (o := execute(seed)).failed)
+        monkeypatch.setattr(interleave, "SHRINKING", 0)
+        monkeypatch.setattr(interleave, "IN_ALL", 0)
+        monkeypatch.setattr(interleave, "STATES", (0, 0))
+        short = interleave.shrink(MULTI_RANK, bad)
+    assert short.signature == bad.signature
+    assert short.setup == bad.setup
+
+
+@pytest.mark.parametrize(
     ("method", "call"), [("take", "events"), ("prepared", "prepare"), ("submit", "submit_p")]
 )
 def test_a_crash_of_the_protocol_is_a_finding_of_no_oracle(method, call):
@@ -232,6 +269,9 @@ def test_command(tmp_path, monkeypatch, capsys):
         code, printed = kvoracle("fuzz", "multi_rank", *bad)
         assert code == 2
         assert "leave out --system, --payload" in printed.err.replace("\n", " ")
+    code, printed = kvoracle("fuzz", "multi_rank", "--mutant", "gather_by_loc")
+    assert code == 2
+    assert "kvoracle fuzz prefix_split --mutant gather_by_loc" in printed.err
 
 
 def test_it_is_a_target():

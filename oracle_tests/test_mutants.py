@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from fuzz import mutants, targets
+from fuzz.mutants.registry import planted
 from fuzz.mutants.report import Kill, kill, report, table
 from fuzz.run import execute
 from fuzz.stamps import Stamper
@@ -170,3 +171,12 @@ def idle(mutant):
     """The mutant's first patch, replaced by one that calls what it stands in for."""
     (name, *_) = mutant.patches
     return name, lambda original, *args, **kwargs: original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["optimized.addressing.nothing", "optimized.nowhere.locs", "locs"])
+def test_a_function_that_is_not_there_is_named_in_a_sentence(name):
+    with (
+        pytest.raises(mutants.UnknownFunction, match=f"^A fault stands in for '{name}'.*correct"),
+        planted({name: print}),
+    ):
+        pass

@@ -15,10 +15,10 @@ from fuzz.explore.bounds import NAMED, bounds
 from fuzz.explore.choices import eager, events, fair
 from fuzz.explore.judged import Court
 from fuzz.explore.schedule import Pct, Random, Walk
-from fuzz.explore.steps import BROKEN, Steps
+from fuzz.explore.steps import BROKEN, CLAUSES, Steps
 from fuzz.explore.words import Kind
 from fuzz.explore.world import World
-from reference.drain import Violation
+from reference.drain import Clause, Violation
 from reference.protocol import Completion
 
 WIDE = {
@@ -54,8 +54,8 @@ def one_by_one(judged, state):
     for event in events(judged.world, state[:-1]):
         try:
             after = judged.happen(state, event)
-        except Violation:
-            after = None
+        except Violation as violation:
+            after = violation.clause
         yield event, after, fair(judged.world, state[:-1], event)
 
 
@@ -64,8 +64,8 @@ def at_once(judged, states):
     taken = steps.next(np.array(states, np.int32))
     found = [[] for _ in states]
     for source, event, after, is_fair, broken in zip(*taken, strict=True):
-        assert broken == (after[-1] == BROKEN)
-        where = None if broken else tuple(after.tolist())
+        assert (broken >= 0) == (after[-1] <= BROKEN)
+        where = CLAUSES[broken] if broken >= 0 else tuple(after.tolist())
         found[source].append((steps.events[event], where, bool(is_fair)))
     return found
 
@@ -81,7 +81,7 @@ def test_many_states_step_as_each_does(within, fault):
             expected = list(one_by_one(judged, state))
             assert sorted(map(repr, found)) == sorted(map(repr, expected))
             kinds |= {event.kind for event, _, _ in found}
-            broken += sum(after is None for _, after, _ in found)
+            broken += sum(isinstance(after, Clause) for _, after, _ in found)
     assert len(states) > 300
     assert bool(broken) == bool(fault)
     assert kinds >= {Kind.SUBMIT_P, Kind.DELIVER, Kind.LOSE, Kind.KILL, Kind.BREAK, Kind.NOTICE}

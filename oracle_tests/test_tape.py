@@ -80,3 +80,17 @@ def test_an_endless_run_gets_zeros():
     tape = Tape(seed=1)
     drawn = [tape.draw(1000) for _ in range(LIMIT + 3)]
     assert drawn[LIMIT:] == [0, 0, 0]
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(0, 2**64 - 1))
+def test_a_tape_with_values_and_a_seed_replays_and_then_goes_on(values, seed):
+    tape, alone = Tape(values, seed=seed), Tape(seed=seed)
+    drawn = []
+    for _ in range(len(values) + 8):
+        assert tape.generating == (len(drawn) >= len(values))
+        drawn.append(tape.draw(30, favour=(4,)))
+    assert drawn[: len(values)] == [min(value, 29) for value in values]
+    assert drawn[len(values) :] == [alone.draw(30, favour=(4,)) for _ in range(8)]
+    assert tape.swarm(4) == Tape(seed=seed).swarm(4)
+    replayed = Tape(tape.values)
+    assert [replayed.draw(30) for _ in drawn] == drawn

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from fuzz.workers import workers
+from fuzz.workers import carried_out, processes, workers
 
 
 def test_workers_leave_ctrl_c_to_their_parent():
@@ -32,3 +34,25 @@ def test_workers_end_at_once_with_an_error(error):
         fail_at_work()
     assert time.monotonic() - began < 60
     assert set(multiprocessing.active_children()) <= before
+
+
+def die_at(job: tuple[int, Path]) -> int:
+    """A job whose worker is killed, as often as there are ticks in its file."""
+    number, ticks = job
+    left = len(ticks.read_bytes()) if ticks.exists() else 0
+    if left:
+        ticks.write_bytes(b"." * (left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.parametrize(("times", "result", "deaths"), [(1, 3, 1), (2, None, 2)])
+def test_a_killed_worker_costs_its_own_job_alone(tmp_path, times, result, deaths):
+    ticks = tmp_path / "ticks"
+    ticks.write_bytes(b"." * times)
+    jobs = [(n, ticks if n == 3 else tmp_path / "none") for n in range(8)]
+    with processes(2) as crew:
+        done = {each.job[0]: each for each in carried_out(crew, die_at, jobs)}
+    assert sorted(done) == list(range(8))
+    assert (done.pop(3).result, times) == (result, deaths)
+    assert all(each.result == n and not each.deaths for n, each in done.items())

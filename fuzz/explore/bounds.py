@@ -60,6 +60,17 @@ NAMED = {
     "notify": bounds(requests=1, reuse=0, components=3, completion=Completion.NOTIFY, ranks=1),
     "reuse": bounds(ranks=1),
     "fan_in": bounds(requests=1, reuse=0, writers=((0, 1),)),
+    "fan_in_notes": bounds(
+        requests=1,
+        reuse=0,
+        components=3,
+        parts=1,
+        faults=0,
+        aborts=0,
+        completion=Completion.NOTIFY,
+        writers=((0, 1),),
+    ),
+    "fan_out": bounds(requests=1, reuse=0, writers=((0,), (0,))),
     "crowded": bounds(requests=3, reuse=1, ranks=2, quarantine_limit=1),
 }
 """Bounds in which the mutants of `fuzz.mutants.drain` are looked for."""

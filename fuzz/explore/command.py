@@ -16,7 +16,6 @@ from fuzz import mutants
 from fuzz.explore.bounds import bounds as bounds_of
 from fuzz.explore.draw import drawn
 from fuzz.explore.judged import Court
-from fuzz.explore.minimise import minimised
 from fuzz.explore.parallel import explore_all, shares
 from fuzz.explore.schedule import Pct, Random, Scheduler, Walk
 from fuzz.explore.search import Found, shortest
@@ -182,17 +181,18 @@ def explored(
                 if bad is not None:
                     clause, run = bad.clause.value, one.run
                     break
-        end = _shortest(court, run, clause) if clause else None
+        short = shortest(court, run, clause) if clause else None
+    bad = short and short.violation
     return Explored(
         bounds=bounds,
         found=found,
         seconds=took,
         processes=processes,
         walked=tuple(walked),
-        clause=clause,
-        sentence=end[1] if end else "",
-        events=len(end[0]) if end else 0,
-        diagram=tuple(drawn(court.world, end[0])) if end else (),
+        clause=bad.clause.value if bad else None,
+        sentence=bad.sentence if bad else "",
+        events=len(short.events) if short else 0,
+        diagram=tuple(drawn(court.world, short.events)) if short else (),
     )
 
 
@@ -208,13 +208,6 @@ def walk(court: Court, scheduler: Scheduler, seconds: int) -> tuple[Walked, Viol
     took = time.perf_counter() - began
     name = type(scheduler).__name__.lower()
     return Walked(scheduler=name, runs=number, seconds=took, events=events, run=run), bad
-
-
-def _shortest(court: Court, run: tuple[Event, ...], clause: str) -> tuple[tuple[Event, ...], str]:
-    """A short run that breaks the clause, and the judge's sentence of it."""
-    short = shortest(court.world, minimised(court, run, clause))
-    assert short.violation is not None, "minimising keeps the violation"
-    return short.events, short.violation.sentence
 
 
 def shown(result: Explored) -> Iterator[RenderableType]:

@@ -71,11 +71,10 @@ class Memory:
             wrong = np.flatnonzero((rows != should).any(axis=1))
             if wrong.size:
                 row = int(wrong[0])
-                sentence = (
-                    f"Slot {slot} of {name(at)} should hold {_words(should[row])}; it holds "
-                    f"{_words(rows[row])}."
-                )
-                found.append(Violation("provenance", "slot", sentence))
+                place = f"Slot {slot} of {name(at)}"
+                wanted, holds = _words(should[row]), _words(rows[row])
+                sentence = f"{place} should hold {wanted}; it holds {holds}."
+                found.append(Violation("provenance", "slot", sentence, place, wanted, holds))
         return found
 
     def _of(self, at: Peer) -> Rows:

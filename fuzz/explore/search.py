@@ -9,17 +9,17 @@ ever from a good state that it can always still reach.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuzz.explore.judged import Court
-from fuzz.explore.minimise import LIVENESS, breaks, followed
+from fuzz.explore.minimise import LIVENESS, breaks, followed, minimised
 from fuzz.explore.rows import Growing, Ints, Rows
 from fuzz.explore.schedule import Run, replay
-from fuzz.explore.steps import Steps
+from fuzz.explore.steps import CLAUSES, Next, Steps
 from fuzz.explore.symmetry import Symmetry
 from fuzz.explore.words import Event
 from fuzz.explore.world import State, World
@@ -51,12 +51,17 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 class Search:
     """One search; `reduce` looks at one state of each symmetry class, and at one event where it
-    commutes with all others."""
+    commutes with all others.  A run that breaks none of the `clauses`, but another one, ends there
+    and is no finding."""
 
-    def __init__(self, world: World, *, reduce: bool = True) -> None:
+    def __init__(
+        self, world: World, *, reduce: bool = True, clauses: Collection[str] = CLAUSES
+    ) -> None:
         self.world = world
         self.court = Court(world)
         self.reduce = reduce
+        self.clauses = frozenset(clauses)
+        self._sought = np.array([clause in self.clauses for clause in CLAUSES])
         self.symmetry = Symmetry(world)
         self.steps = Steps(self.court, reduce=reduce)
         self._rows = Rows(world.around_column + 2)
@@ -64,6 +69,8 @@ class Search:
         self._reached = Growing(2)
         # edges that fair runs take, as they were found
         self._edges: list[tuple[Ints, Ints]] = []
+        # states from which a fair run may break another clause
+        self._over: list[Ints] = []
         self.transitions = 0
 
     @property
@@ -87,6 +94,8 @@ class Search:
             progress(len(self._rows), depth)
         if len(self._rows) > limit:
             return self._found(depth, False)
+        if self.clauses.isdisjoint(LIVENESS):
+            return self._found(depth, True)
         stuck = self._stuck()
         if stuck is None:
             return self._found(depth, True)
@@ -103,11 +112,17 @@ class Search:
     def _take(self, begin: int, end: int) -> tuple[int, Event] | None:
         """Take all steps from some states; the first that breaks a clause, if one does."""
         taken = self.steps.next(self.states[begin:end])
+        self.transitions += len(taken.sources)
+        broken = taken.broken >= 0
+        if broken.any():
+            bad = np.flatnonzero(broken & self._sought[taken.broken])
+            if len(bad):
+                first = bad[np.argmin(taken.sources[bad])]
+                number = begin + int(taken.sources[first])
+                return number, self.steps.events[taken.events[first]]
+            self._over.append(taken.sources[broken & taken.fair] + np.int32(begin))
+            taken = Next(*(column[~broken] for column in taken))
         sources = taken.sources + np.int32(begin)
-        self.transitions += len(sources)
-        if taken.broken.any():
-            first = int(np.flatnonzero(taken.broken)[np.argmin(sources[taken.broken])])
-            return int(sources[first]), self.steps.events[taken.events[first]]
         states = self.symmetry.least(taken.states) if self.reduce else taken.states
         numbers, new = self._rows.add(states)
         self._reached.extend(np.stack([sources[new], taken.events[new]], axis=1))
@@ -129,6 +144,8 @@ class Search:
     def _stuck(self) -> int | None:
         """The first state from which no fair run comes to a good rest."""
         good, before = self._resting(), -1
+        for sources in self._over:
+            good[sources] = True
         # most edges lead to states that came later
         while before != (before := int(good.sum())):
             for sources, targets in reversed(self._edges):
@@ -191,14 +208,40 @@ def _for_ever() -> Violation:
     return Violation(Clause.L5, "A fair run goes on for ever, and no request ends.")
 
 
-def shortest(world: World, bad: Run, *, limit: int = 20_000, live: int = 200_000) -> Run:
-    """The shortest run that breaks the same clause as `bad`, if a search of so many states finds
-    one that is shorter; no event can be left out of either, but `bad` may have come another way.
-    What breaks liveness shows only at the fixpoint, for which `live` states are looked at."""
-    assert bad.violation is not None, "a good run has nothing to show"
-    lively = bad.violation.clause.value in LIVENESS
-    found = Search(world, reduce=lively).run(limit=live if lively else limit)
-    if found.clause is None or len(found.run) >= len(bad.events):
-        return bad
-    best = replay(Court(world), found.run, to_rest=lively)
-    return best if breaks(best, bad.violation.clause.value) else bad
+def shortest(court: Court, bad: Sequence[Event], clause: str) -> Run:
+    """A run to show for `bad`, which breaks `clause`: the least within its world's bounds, whatever
+    it breaks, unless what is left of `bad` itself is less."""
+    left = minimised(court, bad, clause)
+    best, _ = least(court.world)
+    return min(left if best is None else best, left, key=_length)
+
+
+def _length(run: Run) -> tuple[bool, int]:
+    """What makes a run less: that it ends in what is wrong, and then its length.  One that breaks
+    liveness goes on after its events, and shows nothing before its rest."""
+    assert run.violation is not None, "a good run has nothing to show"
+    return run.violation.clause.value in LIVENESS, len(run.events)
+
+
+def least(
+    world: World, *, clauses: Collection[str] = CLAUSES, limit: int = 20_000, more: int = 200_000
+) -> tuple[Run | None, int]:
+    """The first of the shortest runs within the bounds of `world` that break one of the `clauses`,
+    if `limit` states show one, or else a short one, if `more` states of a search that reduces do;
+    and how many states were looked at.
+
+    It is the same for all runs that a fault was met in, since it depends on none of them.
+    """
+    states = 0
+    for reduce, most in ((False, limit), (True, more)):
+        # numbers of parts decide between equals, so the search gives all of them itself
+        fresh = World(world.bounds, world.ranks)
+        found = Search(fresh, reduce=reduce, clauses=clauses).run(limit=most)
+        states += found.states
+        if found.clause is not None:
+            court, lively = Court(World(world.bounds, world.ranks)), found.clause in LIVENESS
+            if breaks(replay(court, found.run, to_rest=lively), found.clause):
+                return minimised(court, found.run, found.clause), states
+        if found.fixpoint:
+            break
+    return None, states

@@ -21,13 +21,15 @@ from fuzz.explore.judged import Court
 from fuzz.explore.rows import Growing, Ints, Memo
 from fuzz.explore.words import Event
 from fuzz.explore.world import State
-from reference.drain import Violation
+from reference.drain import Clause, Violation
 
 UNSEEN = 0
 """Stands in a question for a part that the answer does not depend on."""
 
 BROKEN = -2
-"""Stands for the judge's value where a clause is broken."""
+"""Stands for the judge's value where the first clause is broken; those below, for the others."""
+
+CLAUSES = tuple(Clause)
 
 Found = tuple[Ints, Ints]
 """Places of states, and the numbers of events that may happen there."""
@@ -41,14 +43,14 @@ class Next(NamedTuple):
             happens.
         states: [m, columns] where it leads.
         fair: [m] whether a fair run takes it.
-        broken: [m] whether it breaks a clause; then its state is none.
+        broken: [m] the place in CLAUSES of what it breaks, and then its state is none; else -1.
     """
 
     sources: Ints
     events: Ints
     states: Ints
     fair: NDArray[np.bool_]
-    broken: NDArray[np.bool_]
+    broken: Ints
 
 
 class Steps:
@@ -89,7 +91,8 @@ class Steps:
         ):
             after[:, column] = memo(np.stack([before[:, column], what], axis=1))
         fair = changes[:, -1].astype(np.bool_)
-        return Next(sources, events, after, fair, after[:, judge] == BROKEN)
+        broken = np.maximum(BROKEN - after[:, judge], -1)
+        return Next(sources, events, after, fair, broken)
 
     def number(self, event: Event) -> int:
         """The number of an event."""
@@ -124,8 +127,8 @@ class Steps:
     def _judged(self, before: int, seen: int) -> int:
         try:
             return self.court.judged(before, self.world.memo.values[seen])
-        except Violation:
-            return BROKEN
+        except Violation as violation:
+            return BROKEN - CLAUSES.index(violation.clause)
 
 
 class _Finder:

@@ -46,7 +46,7 @@ def ack_on_receipt_of_abort(original, self):
     return self, (Send(self.to, Ack(self.key, self.me)),)
 
 
-@drain(OUTGOING + "prepared", kills=("S3", "S4", "S8"))
+@drain(OUTGOING + "prepared", kills=("S3", "S4", "S6", "S8"))
 def outstanding_until_posted(original, self, piece):
     """A piece is no longer outstanding once it is posted."""
     after, actions = original(self, piece)
@@ -61,7 +61,7 @@ def _posts_and_counts(original, self, piece):
 
 @drain(
     OUTGOING + "take",
-    kills=("S3",),
+    kills=("S3", "S8"),
     also={OUTGOING + "prepared": _posts_and_counts},
 )
 def not_counted_at_dequeue(original, self, piece):
@@ -69,7 +69,7 @@ def not_counted_at_dequeue(original, self, piece):
     return self, original(self, piece)[1]
 
 
-@drain(OUTGOING + "_shut", kills=("S3", *LIVENESS))
+@drain(OUTGOING + "_shut", kills=("S3", "order", *LIVENESS))
 def acks_without_closing(original, self):
     """A writer acknowledges without closing the key."""
     return self
@@ -180,7 +180,7 @@ def source_freed_in_flight(original, self, source):
     return original(self._replace(transfers=idle), source)
 
 
-@drain(RANKS + "prefill_together", kills=("S8",))
+@drain(RANKS + "prefill_together", kills=("S8", *LIVENESS))
 def source_freed_by_any(original, ranks):
     """A source is freed once any rank of P is done with it."""
     return tuple(
@@ -297,7 +297,7 @@ def first_report_suffices(original, self, message):
     return self._replace(missing=frozenset()), (ReadAux(self.key),)
 
 
-@drain(RANKS + "decode_together", kills=("S6",))
+@drain(RANKS + "decode_together", kills=("S6", "order", *LIVENESS))
 def live_by_any(original, ranks):
     """Progress is reduced by MAX: one rank that has landed makes all live."""
     return tuple(

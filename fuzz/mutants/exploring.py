@@ -9,7 +9,6 @@ import systems
 from fuzz.explore.bounds import NAMED
 from fuzz.explore.draw import sentence
 from fuzz.explore.judged import Court
-from fuzz.explore.minimise import minimised
 from fuzz.explore.schedule import Random, Run, Walk
 from fuzz.explore.search import shortest
 from fuzz.explore.world import World
@@ -17,10 +16,12 @@ from fuzz.mutants.registry import Mutant
 
 
 class Explored(NamedTuple):
-    """One search: the runs made, the CPU time, and the first that is bad, made short."""
+    """One search: the runs made, the CPU time, the clause that the first bad one broke, and the run
+    that it was made into, which may break another clause of the same fault."""
 
     runs: int
     cpu_seconds: float
+    clause: str | None = None
     bad: Run | None = None
     steps: tuple[str, ...] = ()
 
@@ -37,10 +38,8 @@ def explore(mutant: Mutant, *, seed: int, runs: int, budget_s: float, shrink: bo
             done += 1
             if one.violation is not None:
                 took = time.process_time() - began
-                short = one
-                if shrink:
-                    short = minimised(court, one.events, one.violation.clause.value)
-                    short = shortest(court.world, short)
+                clause = one.violation.clause.value
+                short = shortest(court, one.events, clause) if shrink else one
                 steps = tuple(sentence(court.world, event) for event in short.events)
-                return Explored(done, took, short, steps)
+                return Explored(done, took, clause, short, steps)
     return Explored(done, time.process_time() - began)

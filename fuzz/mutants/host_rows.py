@@ -26,7 +26,7 @@ RUNS = f"{PROOFS}::test_all_runs_of_a_tiny_hot_buffer_are_the_same"
 # backups
 
 
-@mutant(f"{STEP}.targets", bug="sglang#20611", killed_by=SAVED, target=TARGET)
+@mutant(f"{STEP}.targets", bug="sglang#24585", killed_by=SAVED, target=TARGET)
 def backup_not_waited_for(original: Body, self: Any, layer: int) -> tuple[Tensor, Tensor]:
     """A step stores its new rows without a wait for the backup of what they replace."""
     self.backups.progress()

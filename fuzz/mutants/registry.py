@@ -21,7 +21,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -46,12 +46,25 @@ MODULES = (
     "drain",
     "transfer",
     "shm",
+    "public_compute",
+    "public_memory",
+    "public_drafts",
+    "public_reads",
+    "public_drain",
 )
 """Files of this package that hold mutants, in the order of the report."""
 
 
+PROTOCOL = ("optimized.transfer.drain.", "optimized.transfer.ranks.")
+"""How the names of the drain protocol's functions begin."""
+
+
 class UnknownMutant(ValueError):
     """No mutant has that name; the message says where they are listed."""
+
+
+class UnknownFunction(ValueError):
+    """A fault stands in for a function that is not there; the message says for which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +100,41 @@ class Mutant:
         """Choices that a search for it takes out of the tape's hands."""
         return Pin(payload=self.payload)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    @property
+    def of_protocol(self) -> bool:
+        """Whether it is a fault of the drain protocol, and shows where there is no engine."""
+        return any(name.startswith(PROTOCOL) for name in self.patches)
+
+    def applied(self) -> AbstractContextManager[None]:
         """Inside, engines have the fault: those that exist and those that are built."""
-        with ExitStack() as stack:
-            for name, body in self.patches.items():
-                owner, _, attribute = name.rpartition(".")
-                holder = pkgutil.resolve_name(owner)
-                faulty = _standing_in(getattr(holder, attribute), body)
-                stack.enter_context(patch.object(holder, attribute, faulty))
-            yield
+        return planted(self.patches)
+
+
+@contextmanager
+def planted(patches: Mapping[str, Body]) -> Iterator[None]:
+    """Inside, each function of a dotted name has its stand-in, which is handed the original.
+
+    Raises:
+        UnknownFunction: where there is none of that name.
+    """
+    with ExitStack() as stack:
+        for name, body in patches.items():
+            holder, attribute, original = _resolved(name)
+            stack.enter_context(patch.object(holder, attribute, _standing_in(original, body)))
+        yield
+
+
+def _resolved(name: str) -> tuple[Any, str, Body]:
+    """What holds the function of a dotted name, what it is called there, and the function."""
+    owner, _, attribute = name.rpartition(".")
+    try:
+        holder = pkgutil.resolve_name(owner)
+        return holder, attribute, getattr(holder, attribute)
+    except (AttributeError, ImportError, ValueError) as cause:
+        raise UnknownFunction(
+            f"A fault stands in for {name!r}, which cannot be found ({cause}): correct that name "
+            "where the fault is registered."
+        ) from cause
 
 
 def _standing_in(original: Body, body: Body) -> Body:

@@ -6,6 +6,7 @@ engine is not a kill: the search goes on, and counts it.
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import statistics
 import time
@@ -26,8 +27,9 @@ from fuzz import targets
 from fuzz.mutants.exploring import explore
 from fuzz.mutants.registry import Mutant, find, names
 from fuzz.outcome import Outcome
+from fuzz.rarity import Rarity
 from fuzz.run import execute
-from fuzz.shrink import shrink
+from fuzz.shrink import cost, minima
 from fuzz.tape import SplitMix, Tape
 from fuzz.workers import workers
 from reference.addressing import locs_at
@@ -35,7 +37,7 @@ from reference.geometry import Geometry
 
 SEARCHES_APART = 1 << 20
 """Executions of one search at most, so that no two searches share a tape."""
-SHRINKING = 400
+SHRINKING = 1000
 """Executions spent on the shrunk case."""
 EQUIVALENT = 100
 """Executions in which a mutant that is proved equivalent must not be found."""
@@ -71,8 +73,14 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
     Fields:
         oracles: which oracle found it, in how many searches.
         executions, cpu_seconds: medians over the searches that found it.
-        operations, tokens: of the shrunk case; 0 where there is none.
-        case: the shrunk case, readable; violation: what the oracle says of it.
+        between: what the mean executions to a find lie between, with 95 %.
+        clean: so many executions without a find would say with 95 % that it is gone
+            (`fuzz.rarity`); None of a survivor.
+        worst_cpu_seconds: of the search that took longest.
+        operations, tokens: of the shrunk cases, medians; 0 where there is none.
+        setup, case: of the shrunk case that most searches end in, readable; violation: what the
+            oracle says of it.
+        canonical: how many searches end in it; others: what the rest end in, each with its setup.
         survived: searches that found nothing; crashes: executions that crashed.
         error: smallest of the searches' largest error / bound, where the numeric oracle objected:
             how far the mutant stays from the clean runs, which are below 1.
@@ -88,13 +96,24 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
     oracles: dict[str, int]
     executions: float
     cpu_seconds: float
+    between: tuple[float, float]
+    clean: int | None
+    worst_cpu_seconds: float
     operations: int
     tokens: int
+    setup: str
     case: list[str]
     violation: str
+    canonical: int
+    others: list[list[str]]
     survived: int
     crashes: int
     error: float | None
+
+    @property
+    def differing(self) -> bool:
+        """Whether fewer than nine in ten of its cases end in one minimum."""
+        return bool(self.case) and self.canonical < math.floor(0.9 * sum(self.oracles.values()))
 
     @property
     def passed(self) -> bool:
@@ -105,13 +124,25 @@ class KillRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
-    """A search and, if it was asked for, its shrunk case: of an engine, or `steps` of the protocol
-    with the judge's sentence."""
+    """A search and its shrunk case: of an engine, or `steps` of the protocol with the judge's
+    sentence."""
 
     name: str
     kill: Kill
     shrunk: Outcome | None = None
     steps: tuple[str, ...] = ()
+
+    @property
+    def case(self) -> tuple[str, list[str]]:
+        """The shrunk case, readable: its setup, and what happens; empty where there is none."""
+        if self.shrunk is None:
+            return "", list(self.steps)
+        return self.shrunk.setup, [operation.text for operation in self.shrunk.operations]
+
+    @property
+    def violation(self) -> str:
+        """What the oracle, or the judge, says of it."""
+        return self.shrunk.violations[0].sentence if self.shrunk else self.kill.sentence
 
 
 def kill(
@@ -183,7 +214,7 @@ def shrunk(mutant: Mutant, failing: Outcome) -> Outcome:
         def run(values: Sequence[int]) -> Outcome:
             return execute(system, target, Tape(values), pin=mutant.pin)
 
-        return shrink(run, failing, executions=SHRINKING)
+        return min(minima(run, failing, executions=SHRINKING).values(), key=cost)
 
 
 def report(
@@ -194,8 +225,8 @@ def report(
     budget_s: float = 60.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[KillRow]:
-    """Search `seeds` times for each of the `wanted` mutants, all without any, and shrink the
-    first case of each; `progress` is told the searches done and those in all.
+    """Search `seeds` times for each of the `wanted` mutants, all without any, and shrink each
+    case; `progress` is told the searches done and those in all.
 
     Raises:
         UnknownMutant: where a name is none.
@@ -219,23 +250,22 @@ def _search(name: str, seed: int, budget_s: float) -> _Search:
         return _explored(mutant, seed, budget_s)
     _warm_up()
     found = kill(mutant, seed=seed, budget_s=budget_s)
-    # one shrunk case a mutant is enough: those of other seeds end in the same (test_shrink)
-    case = shrunk(mutant, found.outcome) if seed == 0 and found.outcome else None
+    case = shrunk(mutant, found.outcome) if found.outcome else None
     return _Search(name=name, kill=msgspec.structs.replace(found, outcome=None), shrunk=case)
 
 
 def _explored(mutant: Mutant, seed: int, budget_s: float) -> _Search:
     """One search of the protocol, for which a run is an execution and a clause an oracle."""
-    found = explore(mutant, seed=seed, runs=SEARCHES_APART, budget_s=budget_s, shrink=seed == 0)
+    found = explore(mutant, seed=seed, runs=SEARCHES_APART, budget_s=budget_s, shrink=True)
     violation = found.bad and found.bad.violation
     kill = Kill(
-        oracle=violation.clause.value if violation else None,
+        oracle=found.clause,
         component="drain" if violation else None,
         executions=found.runs,
         cpu_seconds=found.cpu_seconds,
         sentence=violation.sentence if violation else "",
     )
-    return _Search(name=mutant.name, kill=kill, steps=found.steps if seed == 0 else ())
+    return _Search(name=mutant.name, kill=kill, steps=found.steps)
 
 
 @cache
@@ -247,14 +277,12 @@ def _warm_up() -> None:
 
 def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
     kills = [search.kill for search in searches if search.kill.oracle]
-    case = next((search.shrunk for search in searches if search.shrunk), None)
-    texts, sentence = [], ""
-    if case:
-        texts = [operation.text for operation in case.operations]
-        sentence = case.violations[0].sentence
-    elif explored := next((search for search in searches if search.steps), None):
-        texts, sentence = list(explored.steps), explored.kill.sentence
+    shrunken = [search for search in searches if search.case[1]]
+    alike = _alike(shrunken)
+    most = alike[0] if alike else []
+    setup, texts = most[0].case if most else ("", [])
     timed = kills or [search.kill for search in searches]
+    rarity = Rarity.of([search.kill.executions for search in searches], finds=len(kills))
     if mutant.equivalence:
         verdict: Verdict = "contradicts its proof" if kills else "equivalent"
     else:
@@ -270,14 +298,36 @@ def _row(mutant: Mutant, searches: Sequence[_Search]) -> KillRow:
         oracles=dict(Counter(kill.oracle for kill in kills if kill.oracle)),
         executions=statistics.median(kill.executions for kill in timed),
         cpu_seconds=statistics.median(kill.cpu_seconds for kill in timed),
-        operations=len(texts),
-        tokens=case.tokens if case else 0,
+        between=rarity.between(),
+        clean=rarity.clean(),
+        worst_cpu_seconds=max(kill.cpu_seconds for kill in timed),
+        operations=_median([len(search.case[1]) for search in shrunken]),
+        tokens=_median([search.shrunk.tokens for search in shrunken if search.shrunk]),
+        setup=setup,
         case=texts,
-        violation=sentence,
+        violation=most[0].violation if most else "",
+        canonical=len(most),
+        others=[[other[0].case[0], *other[0].case[1]] for other in alike[1:]],
         survived=len(searches) - len(kills),
         crashes=sum(search.kill.crashes for search in searches),
         error=min((kill.error for kill in kills if kill.error is not None), default=None),
     )
+
+
+def _alike(searches: Sequence[_Search]) -> list[list[_Search]]:
+    """Searches by the case that they end in, the most frequent one first; of two that are as
+    frequent the shorter one."""
+    groups: dict[tuple[str, ...], list[_Search]] = {}
+    for search in searches:
+        groups.setdefault((search.case[0], *search.case[1]), []).append(search)
+    return [groups[case] for case in sorted(groups, key=lambda c: (-len(groups[c]), len(c), c))]
+
+
+def _median(sizes: Sequence[int]) -> int:
+    return statistics.median_low(sizes) if sizes else 0
+
+
+COLUMNS = ("runs", "CPU s", "worst", "clean", "ops", "tokens", "same")
 
 
 def table(rows: Sequence[KillRow]) -> Table:
@@ -286,10 +336,12 @@ def table(rows: Sequence[KillRow]) -> Table:
         Column("mutant", no_wrap=True),
         Column("verdict", no_wrap=True),
         "by",
-        *(Column(name, justify="right") for name in ("runs", "CPU s", "ops", "tokens")),
+        *(Column(name, justify="right") for name in COLUMNS),
         box=SIMPLE,
         padding=0,
-        caption="runs and CPU s: medians to the first kill; ops and tokens: of the shrunk case",
+        caption="runs and CPU s: medians to the first kill; clean: runs without a kill that would "
+        "say with 95 % that it is gone; ops and tokens: of the shrunk cases, medians; same: how "
+        "many of those are one case",
     )
     for row in rows:
         by = ", ".join(sorted(row.oracles, key=row.oracles.__getitem__, reverse=True))
@@ -300,8 +352,11 @@ def table(rows: Sequence[KillRow]) -> Table:
             by or ("a proof" if row.proof else crashes),
             f"{row.executions:g}",
             f"{row.cpu_seconds:.2f}",
+            f"{row.worst_cpu_seconds:.2f}",
+            str(row.clean or ""),
             str(row.operations or ""),
             str(row.tokens or ""),
+            _same(row),
         )
     return out
 
@@ -317,9 +372,9 @@ def _amiss(row: KillRow) -> Iterator[str]:
 def markdown(rows: Sequence[KillRow]) -> str:
     """The report as the table of docs/mutants.md."""
     lines = [
-        "| mutant | what the faulty engine does | bug | found by | executions | seconds | err/B "
-        "| case |",
-        "|---|---|---|---|--:|--:|--:|---|",
+        "| mutant | what the faulty engine does | bug | found by | executions | seconds | at worst "
+        "| clean | err/B | case | same |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|---|---|",
     ]
     for row in rows:
         by = ", ".join(sorted(row.oracles)) or ("none: " + row.verdict)
@@ -327,6 +382,24 @@ def markdown(rows: Sequence[KillRow]) -> str:
         error = "" if row.error is None else f"{row.error:.3g}"
         lines.append(
             f"| `{row.name}` | {row.sentence} | {row.bug} | {by} | {row.executions:g} "
-            f"| {row.cpu_seconds:.2f} | {error} | {size} |"
+            f"| {row.cpu_seconds:.2f} | {row.worst_cpu_seconds:.2f} | {row.clean or ''} | {error} "
+            f"| {size} | {_same(row)} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_differences(rows)]) + "\n"
+
+
+def _same(row: KillRow) -> str:
+    """How many of the found cases are shrunk to one."""
+    return f"{row.canonical}/{sum(row.oracles.values())}" if row.case else ""
+
+
+def _differences(rows: Sequence[KillRow]) -> Iterator[str]:
+    """The cases of mutants of which fewer than nine in ten are shrunk to one."""
+    if differing := [row for row in rows if row.differing]:
+        yield ""
+        yield "Fewer than nine in ten of the cases of these end in one:"
+        yield ""
+    for row in differing:
+        yield f"- `{row.name}`: {_same(row)} in the first of"
+        for case in ([row.setup, *row.case], *row.others):
+            yield f"  - {'; '.join(filter(None, case))}"

@@ -25,7 +25,7 @@ ROWS = ("provenance",)
 STANDING = ("restore",)
 
 
-def _choosing(
+def choosing(
     original: Body, tier: Any, *call: Any, choose: Callable[[Part], Iterator[Part]]
 ) -> Any:
     """Do the call with those copies that `choose` makes of each that is due."""
@@ -39,7 +39,7 @@ def _choosing(
         return original(tier, *call)
 
 
-def _but(component: str) -> Callable[[Part], Iterator[Part]]:
+def all_but(component: str) -> Callable[[Part], Iterator[Part]]:
     """All copies but those of a component."""
     return lambda part: iter(() if part[0].startswith(component) else (part,))
 
@@ -50,7 +50,7 @@ def _but(component: str) -> Callable[[Part], Iterator[Part]]:
 @mutant(f"{TIER}._bring_back", bug="sglang#38031", killed_by=ROWS, target=TARGET)
 def restore_without_index(original: Body, self: Any, *call: Any) -> None:
     """A restore leaves out the index rows."""
-    _choosing(original, self, *call, choose=_but("index rows"))
+    choosing(original, self, *call, choose=all_but("index rows"))
 
 
 @mutant(f"{TIER}._bring_back", bug="own", killed_by=ROWS, target=TARGET)
@@ -63,19 +63,19 @@ def restore_without_scales(original: Body, self: Any, *call: Any) -> None:
         short = name.startswith("index rows")
         yield (name, device[:-scales], host[:-scales]) if short else part
 
-    _choosing(original, self, *call, choose=keys_alone)
+    choosing(original, self, *call, choose=keys_alone)
 
 
 @mutant(f"{TIER}._bring_back", bug="own", killed_by=ROWS, target=TARGET)
 def restore_without_kv(original: Body, self: Any, *call: Any) -> None:
     """A restore leaves out the KV rows."""
-    _choosing(original, self, *call, choose=_but("KV rows"))
+    choosing(original, self, *call, choose=all_but("KV rows"))
 
 
 @mutant(f"{TIER}._bring_back", bug="own", killed_by=ROWS, target=TARGET)
 def restore_without_state(original: Body, self: Any, *call: Any) -> None:
     """A restore leaves out the KDA state: the checkpoint is what its slot held before."""
-    _choosing(original, self, *call, choose=_but("state"))
+    choosing(original, self, *call, choose=all_but("state"))
 
 
 @mutant(
@@ -110,7 +110,7 @@ def one_layer_backed_up(original: Body, self: Any, *call: Any) -> int:
         if part[0].endswith("in layer 0"):
             yield part
 
-    return _choosing(original, self, *call, choose=first)
+    return choosing(original, self, *call, choose=first)
 
 
 @mutant(f"{TREE}.resumable", bug="sglang#38815", killed_by=ROWS, target=TARGET)

@@ -76,7 +76,8 @@ class Containment:
                 if left.size:
                     place = PLACES[component].format(left[0])
                     said = f"{place} is free after '{step.text}': it should be poison, and is not."
-                    found.append(Violation(self.name, component.value, said))
+                    parts = place, "poison", "what it held before"
+                    found.append(Violation(self.name, component.value, said, *parts))
         return found
 
     def _free_units(self, snapshot: Snapshot) -> dict[Component, tuple[Set[int], int]]:
@@ -103,12 +104,13 @@ class Containment:
             return
         poison = (image.actual(differs[doubtful]) == POISON).all(axis=1)
         for i in doubtful[kept[doubtful] | ~poison][:1]:
-            row, owner = int(differs[i]), "nobody's, so it may only become poison"
+            row, owner, right = int(differs[i]), "nobody's", "it may only become poison"
             if kept[i]:
-                owner = f"{_unit(step, view.after, component, row)}, so it may not change"
+                owner, right = _unit(step, view.after, component, row), "it may not change"
             place = PLACES[component].format(row)
-            sentence = f"{place} changed in '{step.text}', but it is {owner}."
-            yield Violation(self.name, component.value, sentence)
+            sentence = f"{place} changed in '{step.text}', but it is {owner}, so {right}."
+            actual = f"changed in '{step.text}'"
+            yield Violation(self.name, component.value, sentence, place, owner, actual)
 
     def _kept(self, step: Step, view: View, component: Component) -> Mask:
         """Rows that somebody could read before and can still read after."""

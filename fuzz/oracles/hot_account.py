@@ -17,8 +17,9 @@ from reference.contract import (
 )
 from reference.occupancy import judge_occupancy, judge_owners
 
-Said = Iterator[tuple[str, str]]
-"""Sentences, each behind the component that it is about."""
+Said = Iterator[tuple[str, ...]]
+"""What is wrong: the component, the sentence, and where one row shows it the place, what it should
+hold and what it holds."""
 
 
 def judge_account(world: World, after: Snapshot) -> Said:

@@ -203,11 +203,10 @@ class Landing:
 
     def _strayed(self, rank: int, at: Layer, item: int, what: str) -> Violation:
         unit = {Component.INDEX: "page", Component.STATE: "word"}.get(at[0], "row")
-        sentence = (
-            f"{at[0].value} {unit} {item} of D{rank}, layer {at[1]}, changed as {what} came, in "
-            "whose places it is not."
-        )
-        return Violation("containment", at[0].value, sentence)
+        where = f"{at[0].value} {unit} {item} of D{rank}, layer {at[1]}"
+        sentence = f"{where}, changed as {what} came, in whose places it is not."
+        actual = f"changed as {what} came"
+        return Violation("containment", at[0].value, sentence, where, "what was there", actual)
 
     def _aux_rows(self) -> Iterator[Violation]:
         """The row of a transfer that has not gone live names it once it has come, and no transfer
@@ -279,8 +278,9 @@ class Landing:
             chains = {one.name: one.chain for one in self._router.asked.values()}
             what = unit_of(component, unit, self._stamper.geometry.kpool)
             holds = Registry(self._stamper, chains).writer(component, row)
-        sentence = f"{where} should hold {asked.name}'s {what}; it holds {holds}."
-        return Violation("provenance", component.value, sentence)
+        should = f"{asked.name}'s {what}"
+        sentence = f"{where} should hold {should}; it holds {holds}."
+        return Violation("provenance", component.value, sentence, where.rstrip(","), should, holds)
 
     def _saved(self, snapshot: Snapshot, asked: Asked) -> int:
         """Positions of which KV rows are in the pool: under HiSparse all but a newest one."""

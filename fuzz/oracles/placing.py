@@ -138,4 +138,9 @@ def _by_layer(moves: Iterable[Move]) -> dict[Layer, Cells]:
     grouped: dict[Layer, list[tuple[int, int, int]]] = defaultdict(list)
     for piece, source, target in moves:
         grouped[target.component, target.layer].append((piece, source.item, target.item))
-    return {at: Cells(*np.array(sorted(items), dtype=np.int64).T) for at, items in grouped.items()}
+    # moves may come in any order, and oracles name what they find in this one
+    order = {component: place for place, component in enumerate(Component)}
+    return {
+        at: Cells(*np.array(sorted(grouped[at]), dtype=np.int64).T)
+        for at in sorted(grouped, key=lambda at: (order[at[0]], at[1]))
+    }

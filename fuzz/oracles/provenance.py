@@ -147,9 +147,9 @@ class Provenance:
         world, component = self._world, reader.component
         what = unit_of(component, reader.units[i], world.geometry.kpool)
         registry = Registry(world.stamper, {c.name: c.chain for c in world.clients.values()})
-        holds = registry.writer(component, row)
-        sentence = f"{place} should hold {reader.name}'s {what}, holds {holds}."
-        return Violation(self.name, component.value, sentence)
+        should, holds = f"{reader.name}'s {what}", registry.writer(component, row)
+        sentence = f"{place} should hold {should}, holds {holds}."
+        return Violation(self.name, component.value, sentence, place, should, holds)
 
 
 def _readers(readable: Readable, component: Component) -> Iterator[Reader]:

@@ -52,11 +52,11 @@ class Residency:
             for client in clients:
                 if client.request in step.calls and self._filled(client):
                     said += self._resident(client, self._slots(client, views[client.request]))
-        return [Violation(self.name, component, sentence) for component, sentence in said]
+        return [Violation(self.name, *each) for each in said]
 
     def close(self) -> list[Violation]:
         """The device rows of all running requests, as the engine reads them."""
-        said: list[tuple[str, str]] = []
+        said: list[tuple[str, ...]] = []
         for client in self._world.running():
             if self._filled(client):
                 slots = self._read_slots(client)
@@ -64,7 +64,7 @@ class Residency:
                 for rows in slots:
                     rows.fill(SPOILT)
                 said += self._newest(client)
-        return [Violation(self.name, component, sentence) for component, sentence in said]
+        return [Violation(self.name, *each) for each in said]
 
     # what the calls mean
 
@@ -112,11 +112,8 @@ class Residency:
         for at in np.argwhere((is_ != should).any(axis=2))[:1].tolist():
             layer, cell = self._layers[at[0]], at[1]
             named = f"position {cells[*at]}" if valid[*at] else "zeros"
-            yield (
-                "attended",
-                f"{client.name}, position {length - 1}, layer {layer}: cell {cell} should hold "
-                f"{named}; it holds {self._writer(is_[*at])}.",
-            )
+            where = f"{client.name}, position {length - 1}, layer {layer}: cell {cell}"
+            yield "attended", *self._wrong(where, named, is_[*at])
         is_.fill(SPOILT)
 
     # where the rows are
@@ -136,11 +133,9 @@ class Residency:
         for layer, model, tags, lru in zip(self._layers, models, view.tags, view.lru, strict=False):
             for slot, (is_, should) in enumerate(zip_longest(tags, model.tags)):
                 if is_ != should:
-                    yield (
-                        "tags",
-                        f"{client.name}, layer {layer}: slot {slot} should hold position {should}; "
-                        f"its tag is {is_}.",
-                    )
+                    where = f"{client.name}, layer {layer}: slot {slot}"
+                    sentence = f"{where} should hold position {should}; its tag is {is_}."
+                    yield "tags", sentence, where, f"position {should}", f"position {is_}"
                     break
             if list(lru) != model.lru:
                 yield (
@@ -164,11 +159,8 @@ class Residency:
             wrong = (is_[list(resident.values())] != rows[list(resident)]).any(axis=1)
             if wrong.any():
                 position, slot = list(resident.items())[int(wrong.argmax())]
-                yield (
-                    "hot rows",
-                    f"{client.name}, layer {layer}: slot {slot} should hold position {position}; "
-                    f"it holds {self._writer(is_[slot])}.",
-                )
+                where = f"{client.name}, layer {layer}: slot {slot}"
+                yield "hot rows", *self._wrong(where, f"position {position}", is_[slot])
 
     def _newest(self, client: Client) -> Said:
         """The newest position is read from wherever it is."""
@@ -210,6 +202,11 @@ class Residency:
             self._rows[client.request] = known
         assert known is not None, "a request with its whole prompt has a position"
         return known
+
+    def _wrong(self, where: str, named: str, row: Bytes) -> tuple[str, ...]:
+        """The sentence, the place, what it should hold and what it holds."""
+        holds = self._writer(row)
+        return f"{where} should hold {named}; it holds {holds}.", where, named, holds
 
     def _writer(self, row: Bytes) -> str:
         chains = {client.name: client.chain for client in self._world.clients.values()}

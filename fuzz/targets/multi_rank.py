@@ -7,6 +7,9 @@ time.  The tape draws the bounds of the world, and then one thing after the othe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import product
+
 from fuzz.explore.words import Bounds
 from fuzz.tape import Tape
 from fuzz.targets import Target
@@ -23,6 +26,9 @@ TOPOLOGIES: tuple[tuple[tuple[int, ...], ...], ...] = (
 )
 """Who writes to each rank of D: in pairs, fanned in, fanned out."""
 MOST_REQUESTS = 5
+FREE = {1: MOST_REQUESTS - 1, 13: 3, 14: 3, 15: 2}
+"""Places in a setup of the requests beyond one, the faults, the aborts and the restarts, and the
+most that is drawn there."""
 
 MULTI_RANK = Target(
     name="multi_rank",
@@ -68,6 +74,43 @@ def draw_bounds(tape: Tape) -> Bounds:
             aborts=tape.draw(4),
             restarts=tape.draw(3, favour=(1, 2)),
         )
+
+
+def plainer(setup: Sequence[int]) -> Iterator[list[int]]:
+    """Draws of the worlds that are no less plain than that of `setup`, the plainest first.
+
+    What counts is how many processes beyond two there are, requests beyond one, whatever room they
+    have, and things that may go wrong; they stand in for one another.  All else counts by its
+    value, and is no higher than in `setup`.
+    """
+    rooms = slice(2, 1 + MOST_REQUESTS)
+    most = [FREE.get(place, value) for place, value in enumerate(setup)]
+    del most[rooms], most[0]
+    for weight in range(_processes(setup[0]) + sum(setup[1:]) - sum(setup[rooms]) + 1):
+        for topology in range(len(TOPOLOGIES)):
+            for requests, *rest in _summing(most, weight - _processes(topology)):
+                faults, _, restarts = rest[-3:]
+                if restarts > faults:  # only the dead start again
+                    continue
+                for taken in product(*(range(request + 1) for request in range(1, requests + 1))):
+                    unused = [0] * (MOST_REQUESTS - 1 - requests)
+                    yield [topology, requests, *taken, *unused, *rest]
+
+
+def _processes(topology: int) -> int:
+    """Those beyond one on each side."""
+    writers = TOPOLOGIES[topology]
+    return len(writers) + len(set().union(*writers)) - 2
+
+
+def _summing(most: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """Values up to `most` with that sum, the first ones least."""
+    if not most and total == 0:
+        yield ()
+    if not 0 <= total <= sum(most):
+        return
+    for first in range(min(most[0], total) + 1) if most else ():
+        yield from ((first, *rest) for rest in _summing(most[1:], total - first))
 
 
 def described(bounds: Bounds) -> str:

@@ -112,7 +112,6 @@ class Session:
         """Draw and do one operation; None when the tape says stop.  `weights` are those of
         stopping and then of each of KINDS."""
         start = len(self.tape.values)
-        self._whom.running = self.world.running()
         with self.tape.span("operation"):
             if self.tape.generating:
                 weights = [weights[0], *self._likely(weights[1:])]
@@ -120,9 +119,8 @@ class Session:
             if choice == 0:
                 return None
             kind = KINDS[choice - 1]
-            who, operate = self._kinds[kind]
-            if who() and self._able(kind):
-                step = operate()
+            if self.possible(kind):
+                step = self._kinds[kind][1]()
                 self._short = step.refused is not None
             else:
                 step = self._begin(f"{kind}: nothing to do")
@@ -131,8 +129,14 @@ class Session:
                 self.tape.draw(1)
         return self._ended(step)
 
+    def possible(self, kind: str) -> bool:
+        """Whether there is anything that an operation of `kind` could do."""
+        who, _ = self._kinds[kind]
+        return bool(who()) and self._able(kind)
+
     def _ended(self, step: Step) -> Step:
         step.after = self.snapshot = self.world.engine.inspect()
+        self._whom.running = self.world.running()
         return step
 
     # whom an operation may concern

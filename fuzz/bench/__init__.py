@@ -1,0 +1,1 @@
+"""Benchmarks against other people's tools."""

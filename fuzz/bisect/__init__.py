@@ -1,0 +1,1 @@
+"""Which version, or which component, brought a saved failure."""

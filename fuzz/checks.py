@@ -1,0 +1,37 @@
+"""What the commands that run targets refuse, before anything runs."""
+
+from __future__ import annotations
+
+from fuzz import mutants, targets
+from fuzz.targets.setup import Pin
+from fuzz.terminal import UsageError
+
+
+def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
+    """A target with a driver of its own draws its geometry itself, and only one system has what
+    it drives."""
+    if target.ranges is None and (system != "optimized" or pin != Pin()):
+        raise UsageError(
+            f"{target.name} drives ranks of the optimized engine, as its tape says: leave out "
+            "--system, --payload, --kpool, --physical-page-size and --row-format."
+        )
+
+
+def check_plantable(mutant: str | None, system: str, target: str) -> None:
+    """Mutants patch the optimized engine, and most patch what no drain protocol runs; anywhere else
+    a campaign would be in vain."""
+    if mutant is None:
+        return
+    planted = mutants.find(mutant)
+    with planted.applied():
+        pass  # so that one that cannot be planted says so here, and not in every worker
+    if target == "multi_rank" and not planted.of_protocol:
+        raise UsageError(
+            f"{mutant} is a fault of an engine, and multi_rank drives the drain protocol without "
+            f"one: plant it with `kvoracle fuzz {planted.target} --mutant {mutant}`."
+        )
+    if system != "optimized":
+        raise UsageError(
+            f"mutant {mutant!r} is a fault of the optimized engine and plants nothing in "
+            f"{system!r}: choose the system 'optimized', or no mutant."
+        )
