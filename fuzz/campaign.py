@@ -24,7 +24,7 @@ import torch
 import systems
 from fuzz import interleave, mutants, planted, targets
 from fuzz.case import case_of
-from fuzz.corpus import Corpus, SavedTape
+from fuzz.corpus import Corpus, CorpusError, SavedTape
 from fuzz.guidance import Garden, Grown, bred, grown
 from fuzz.journal import Journal, Progress, journal
 from fuzz.outcome import Outcome
@@ -85,7 +85,8 @@ def run(
     """Run a campaign; `progress` is told after each batch.  Failures are shrunk at the end.
 
     Ctrl-C ends it early, with all that was found so far: the batches at work are still counted
-    and the failure at hand is shrunk; a second Ctrl-C waits for neither.
+    and the failure at hand is shrunk; a second Ctrl-C waits for neither.  So does a corpus that
+    can no longer be written.
 
     Args:
         corpus: where tapes and failures go, and the journal; without one they are only returned.
@@ -93,7 +94,7 @@ def run(
         crew: does the work, in place of `plan.processes` processes.
 
     Raises:
-        CorpusError: where the corpus cannot be used.
+        CorpusError: where the corpus cannot be used from the start.
     """
     with ExitStack() as stack:
         log = None
@@ -101,10 +102,13 @@ def run(
             log = stack.enter_context(journal(corpus.path / "campaigns", plan.identity))
         campaign = _Campaign(plan, corpus, log, resume)
         stopped = stack.enter_context(_until_interrupted())
-        with suppress(KeyboardInterrupt):
-            for done in _worked(plan, campaign.batches(stopped), crew):
-                campaign.take(done)
-                progress(campaign.news())
+        try:
+            with suppress(KeyboardInterrupt):
+                for done in _worked(plan, campaign.batches(stopped), crew):
+                    campaign.take(done)
+                    progress(campaign.news())
+        except CorpusError as error:
+            campaign.give_up(error)
         return campaign.close(stopped)
 
 
@@ -122,6 +126,7 @@ class _Campaign:
         known = corpus.grown(plan.target, plan.system, plan.pin) if corpus else ()
         self._garden = Garden(known)
         self._memory = Memory(start=resident_bytes())
+        self._unsaved = ""
         self._workers: dict[str, tuple[int, int]] = {}
         """Resident bytes of each, first and last."""
 
@@ -154,8 +159,8 @@ class _Campaign:
         if part is None:
             total.lost.append((batch.start, batch.stop))
         else:
-            self._grow(part.tapes)
             total.add(part.tally)
+            self._grow(part.tapes)
             for failure in part.tally.failures.values():
                 if total.failures[failure.signature].outcome is failure.outcome:
                     self._keep(failure)
@@ -166,16 +171,22 @@ class _Campaign:
         if self._log:
             self._log.save(self._progress)
 
+    def give_up(self, error: CorpusError) -> None:
+        """Write nothing more, since that has failed."""
+        self._corpus = self._log = None
+        self._unsaved = str(error)
+
     def close(self, stopped: threading.Event) -> Summary:
-        """Shrink what was found, and sum up."""
-        plan, total = self._plan, self._total
-        with suppress(KeyboardInterrupt):
-            for failure in list(total.failures.values()):
-                if stopped.is_set():
-                    break
-                smallest = _shrunk(plan, failure)
-                if total.note(smallest):
-                    self._keep(smallest)
+        """Shrink what was found, and sum up.  A failure is called by what its smallest case shows:
+        of a model run that may be what a stamped run says of the same."""
+        plan, total, smallest = self._plan, self._total, Tally()
+        for failure in total.failures.values():
+            shown = failure
+            with suppress(KeyboardInterrupt):
+                if not stopped.is_set():
+                    shown = _shrunk(plan, failure)
+                    self._keep(shown)
+            smallest.note(shown)
         self._memory.end = resident_bytes()
         for first, last in self._workers.values():
             self._memory.worker_start = max(first, self._memory.worker_start)
@@ -188,7 +199,7 @@ class _Campaign:
             cpu_seconds=total.cpu_seconds,
             events=dict(sorted(total.events.items())),
             missing=targets.find(plan.target).missing(total.events, plan.pin),
-            failures=sorted(total.failures.values(), key=lambda failure: cost(failure.outcome)),
+            failures=sorted(smallest.failures.values(), key=lambda failure: cost(failure.outcome)),
             ratios=total.ratios,
             skipped=total.skipped,
             features=len(self._garden),
@@ -200,6 +211,7 @@ class _Campaign:
             lost=total.lost,
             resumed=self._resumed,
             memory=self._memory,
+            unsaved=self._unsaved,
             interrupted=stopped.is_set(),
         )
 
@@ -311,7 +323,7 @@ def _repeated(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def _shrunk(plan: Plan, failure: Failure) -> Failure:
-    """The failure in its smallest form; counted already."""
+    """The failure in its smallest form."""
     with _faulty(plan):
         system, target = systems.load(plan.system), targets.find(plan.target)
         if DRIVERS.get(target.name) is interleave:
@@ -320,7 +332,8 @@ def _shrunk(plan: Plan, failure: Failure) -> Failure:
             smallest = shrink(
                 lambda values: execute(system, target, Tape(values), pin=plan.pin), failure.outcome
             )
-    return msgspec.structs.replace(failure, count=0, outcome=smallest)
+    signature = smallest.signature or failure.signature
+    return msgspec.structs.replace(failure, signature=signature, outcome=smallest)
 
 
 def _faulty(plan: Plan) -> AbstractContextManager[None]:

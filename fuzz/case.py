@@ -19,7 +19,7 @@ from fuzz.tape import LIMIT, trimmed
 from fuzz.targets.setup import Pin
 
 SCHEMA = "kvoracle-case"
-VERSION = 1
+VERSION = 2
 """Raised whenever saved tapes stop meaning the same run; the changelog says when."""
 MOST_BYTES = 1 << 20
 MOST_OPERATIONS, MOST_VIOLATIONS, MOST_LETTERS = 4000, 1000, 4000

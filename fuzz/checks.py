@@ -18,8 +18,8 @@ def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
 
 
 def check_plantable(mutant: str | None, system: str, target: str) -> None:
-    """Mutants patch the optimized engine, and most patch what no drain protocol runs; anywhere else
-    a campaign would be in vain."""
+    """Mutants patch the optimized engine or its drain protocol; where that does not run, a campaign
+    would be in vain."""
     if mutant is None:
         return
     planted = mutants.find(mutant)
@@ -29,6 +29,11 @@ def check_plantable(mutant: str | None, system: str, target: str) -> None:
         raise UsageError(
             f"{mutant} is a fault of an engine, and multi_rank drives the drain protocol without "
             f"one: plant it with `kvoracle fuzz {planted.target} --mutant {mutant}`."
+        )
+    if planted.of_protocol and targets.find(target).ranges is not None:
+        raise UsageError(
+            f"{mutant} is a fault of the drain protocol, and {target} drives an engine without it: "
+            f"plant it with `kvoracle fuzz multi_rank --mutant {mutant}`."
         )
     if system != "optimized":
         raise UsageError(

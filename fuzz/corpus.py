@@ -12,15 +12,17 @@ told of.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from fuzz.case import MOST_BYTES, Case, Name, Value, replay_command
+from fuzz.case import VERSION as CASE_VERSION
 from fuzz.files import TEMPORARY, Unreadable, read_plain, write_whole
 from fuzz.guidance import Garden, Grown
 from fuzz.tape import LIMIT
@@ -98,17 +100,18 @@ class Corpus:
     def _cases(self, signature: str) -> Iterator[tuple[Path, Case]]:
         for path in self._files("failures", signature):
             case = self._read(path, Case)
-            if case and self._is_named(path, signature_of(case), _digest_of(case)):
+            if case is None:
+                continue
+            if case.version != CASE_VERSION:
+                self.ignored[path] = f"it is of version {case.version}, not {CASE_VERSION}"
+            elif not case.violations:
+                self.ignored[path] = "it tells of no violation"
+            elif self._is_named(path, signature_of(case), _digest_of(case)):
                 yield path, case
 
     def failures(self) -> list[tuple[Path, Case]]:
         """The smallest case of each signature, the smallest of all first."""
-        smallest: dict[str, tuple[Path, Case]] = {}
-        for path, case in self.cases():
-            known = smallest.get(path.parent.name)
-            if known is None or size(case) < size(known[1]):
-                smallest[path.parent.name] = path, case
-        return sorted(smallest.values(), key=lambda found: size(found[1]))
+        return sorted(_smallest(self.cases()), key=lambda found: size(found[1]))
 
     def add_tape(self, saved: SavedTape) -> bool:
         """Write a tape; whether it is new."""
@@ -124,7 +127,7 @@ class Corpus:
         path = self.path / "failures" / signature / f"{_digest_of(case)}.json"
         self._add(path, msgspec.structs.replace(case, replay=replay_command(path)))
         for path, _ in known:
-            path.unlink(missing_ok=True)
+            _remove(path)
         return True
 
     def merge(self, other: Corpus) -> int:
@@ -134,27 +137,32 @@ class Corpus:
 
     def minimise(self) -> int:
         """Drop tapes that show nothing that smaller ones do not, cases that have a smaller one of
-        their signature, and what was left half written; how many files went."""
+        their signature, and what was left half written; how many files went.
+
+        Raises:
+            CorpusError: where a file cannot be removed.
+        """
         groups: dict[bytes, dict[Path, Grown]] = {}
         for path, saved in self.tapes():
             alike = msgspec.json.encode((saved.target, saved.system, saved.pin))
             groups.setdefault(alike, {})[path] = saved.grown
-        dropped = [path for path, _ in self.cases()]
-        for path, _ in self.failures():
-            dropped.remove(path)
+        # one listing: others may write between two
+        cases = list(self.cases())
+        smallest = {path for path, _ in _smallest(cases)}
+        dropped = [path for path, _ in cases if path not in smallest]
         for tapes in groups.values():
             kept = {id(tape) for tape in Garden(tapes.values())}
             dropped += [path for path, tape in tapes.items() if id(tape) not in kept]
         dropped += self._abandoned()
         for path in dropped:
-            path.unlink(missing_ok=True)
+            _remove(path)
         return len(dropped)
 
     def _abandoned(self) -> list[Path]:
         """What writers that were killed have left."""
-        found = islice(self.path.glob(f"*/*/{TEMPORARY}*"), MOST_FILES)
+        found = chain(*(self.path.glob(f"{kind}/{TEMPORARY}*") for kind in ("*", "*/*")))
         before = time.time() - ABANDONED_S
-        return [path for path in found if path.is_file() and path.lstat().st_mtime < before]
+        return [path for path in islice(found, MOST_FILES) if _is_older(path, before)]
 
     def _files(self, kind: str, folder: str = "*") -> list[Path]:
         """What might be a file of a kind: everything but what is being written."""
@@ -190,6 +198,35 @@ class Corpus:
         return True
 
 
+def _remove(path: Path) -> None:
+    """Remove a file that is there, or was until another process removed it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CorpusError(
+            f"{path} cannot be removed ({error.strerror}): name a folder that you may change."
+        ) from error
+
+
+def _is_older(path: Path, before: float) -> bool:
+    """Whether a file was last written before that time; not one that is gone by now."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return S_ISREG(found.st_mode) and found.st_mtime < before
+
+
+def _smallest(cases: Iterable[tuple[Path, Case]]) -> Iterable[tuple[Path, Case]]:
+    """The smallest case of each signature, of several the first."""
+    smallest: dict[str, tuple[Path, Case]] = {}
+    for path, case in cases:
+        known = smallest.get(path.parent.name)
+        if known is None or size(case) < size(known[1]):
+            smallest[path.parent.name] = path, case
+    return smallest.values()
+
+
 def size(case: Case) -> tuple[int, int, list[int]]:
     """By which cases are compared: operations, then values, then the smaller of those."""
     return len(case.operations), len(case.values), case.values
@@ -198,12 +235,11 @@ def size(case: Case) -> tuple[int, int, list[int]]:
 def signature_of(case: Case) -> str:
     """A name for all failures that count as one: of one violation of one system with one planted
     fault, under one target."""
-    found = case.violations[0].signature if case.violations else None
-    return _digest((case.target, case.system, case.mutant, found))
+    return _digest((case.target, case.system, case.mutant, case.violations[0].signature))
 
 
 def _digest_of(case: Case) -> str:
-    return _digest((case.target, case.system, case.mutant, case.pin, case.values))
+    return _digest((case.version, case.target, case.system, case.mutant, case.pin, case.values))
 
 
 def _digest(content: Any) -> str:

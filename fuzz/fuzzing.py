@@ -136,10 +136,32 @@ def fuzz(
     finally:
         if summaries:
             result = summaries[0] if len(plans) == 1 else summaries
-            deliver(out, lines, json=json, result=result)
+            verdicts = [Text(""), *map(_verdict, summaries)]
+            deliver(out, [*lines, *verdicts], json=json, result=result)
     if summaries[-1].interrupted and not any(summary.failures for summary in summaries):
         return EXIT_INTERRUPTED
     return 0 if all(summary.passed for summary in summaries) else 1
+
+
+def _verdict(summary: Summary) -> Text:
+    """What a campaign came to, in a line."""
+    amiss = [
+        *(f"failed by {failure.signature}" for failure in summary.failures),
+        *(
+            [f"never saw {', '.join(summary.missing)}: run more executions"]
+            if summary.missing
+            else []
+        ),
+        *(f"missed the planted {name}" for name in dict.fromkeys(summary.missed)),
+        *(["lost seeds to workers that died"] if summary.lost else []),
+        *(["was interrupted"] if summary.interrupted else []),
+        *([f"ended early: {summary.unsaved.removesuffix('.')}"] if summary.unsaved else []),
+    ]
+    done = f"{summary.executions:,} executions"
+    if summary.executions and summary.executions == summary.resumed:
+        done += ", all by earlier calls (raise --seconds or --executions to go on)"
+    said = "; ".join(amiss) or "nothing was found"
+    return Text(f"{summary.plan.target}: {done}; {said}.", "bold red" if amiss else "bold")
 
 
 def _run(plan: Plan, corpus: Corpus, *, resume: bool, crew: Crew | None) -> Summary:
@@ -166,8 +188,9 @@ def _run(plan: Plan, corpus: Corpus, *, resume: bool, crew: Crew | None) -> Summ
 def _cases(summary: Summary, folder: Path) -> dict[Path, case.Case]:
     """The cases of a campaign, by where they go."""
     plan = summary.plan
+    of = f"{plan.target}-{plan.mutant}" if plan.mutant else plan.target
     paths = [
-        folder / f"{plan.target}-{failure.signature.replace('/', '-')}-{failure.seed}.json"
+        folder / f"{of}-{failure.signature.replace('/', '-')}-{failure.seed}.json"
         for failure in summary.failures
     ]
     return {

@@ -393,7 +393,10 @@ def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None
     breaks something.  `watch` looks on."""
     with torch.inference_mode(False):  # the ranks' threads are not in it
         setup = (draw_shared_setup if target is SHARED_MEMORY else draw_setup)(tape)
-        run = Handover(setup, tape, watch)
+        try:
+            run = Handover(setup, tape, watch)
+        except Exception as cause:
+            return _stillborn(target, tape, setup, cause)
         try:
             run.begin()
             weights = _weights(target, tape)
@@ -418,6 +421,30 @@ def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None
         ratios={},
         requests=len(run.router.asked),
         tokens=run.tokens,
+        skipped=[],
+        setup=str(setup),
+    )
+
+
+def _stillborn(target: Target, tape: Tape, setup: TransferSetup, cause: Exception) -> Outcome:
+    """The outcome of a run whose ends cannot even be built."""
+    crash = Violation("crash", f"build.{type(cause).__name__}", f"build raised {cause!r}.")
+    digest = Digest()
+    digest.add(tape.values, [crash.signature])
+    return Outcome(
+        target=target.name,
+        values=tape.values,
+        bounds=tape.bounds,
+        spans=tape.spans,
+        operations=[],
+        violations=[crash],
+        exact=digest.exact,
+        digest=digest.full,
+        events={},
+        features={},
+        ratios={},
+        requests=0,
+        tokens=0,
         skipped=[],
         setup=str(setup),
     )

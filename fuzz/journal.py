@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,12 @@ class Progress(msgspec.Struct, kw_only=True):
     done: Annotated[list[tuple[Seed, Seed]], msgspec.Meta(max_length=1_000_000)] = []
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     total: Tally = msgspec.field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        total = self.total
+        counts = total.executions, total.operations, total.guided, total.planted, total.deaths
+        if min(*counts, total.cpu_seconds) < 0:
+            raise ValueError("it counts less than nothing")
 
 
 class Journal:
@@ -84,20 +89,44 @@ class Journal:
 @contextmanager
 def journal(folder: Path, identity: Any) -> Iterator[Journal]:
     """The journal, in `folder`, of a campaign that is told by `identity`.  Another one of the same
-    that runs now has another."""
+    that runs now has another.
+
+    Raises:
+        CorpusError: where the folder is none, or none to write to.
+    """
     name = blake2b(msgspec.json.encode(identity), digest_size=8).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = folder / f"{name}-{number}.json"
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            # the system lets go of it, however this process ends
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        try:
-            yield Journal(path)
-        finally:
-            os.close(lock)
-        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path, lock = _first_free(folder, name)
+    except OSError as error:
+        raise CorpusError(
+            f"{error.filename or folder} cannot be used ({error.strerror}): name a folder that "
+            "you may change by --corpus."
+        ) from error
+    try:
+        yield Journal(path)
+    finally:
+        os.close(lock)
+
+
+def _first_free(folder: Path, name: str) -> tuple[Path, int]:
+    """The first journal that no running campaign has, and its lock."""
+    number = 1
+    while (lock := _lock(folder / f"{name}-{number}.lock")) is None:
+        number += 1
+    return folder / f"{name}-{number}.json", lock
+
+
+def _lock(path: Path) -> int | None:
+    """The lock at `path`, which the system lets go of however this process ends; None where
+    another process has it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock

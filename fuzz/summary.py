@@ -61,6 +61,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         missed: planted faults that were not found; lost: seeds whose workers died again and again.
         resumed: executions that an earlier call had done.
         memory: of this call.
+        unsaved: why the corpus could no longer be written, which ended it; empty if it could.
         interrupted: Ctrl-C ended it early.
     """
 
@@ -83,6 +84,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     lost: list[tuple[int, int]]
     resumed: int
     memory: Memory
+    unsaved: str = ""
     interrupted: bool = False
 
     @property
@@ -92,5 +94,5 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def passed(self) -> bool:
         """It ran to its end, nothing was found, and nothing that must be seen was missed."""
-        amiss = self.failures or self.missing or self.missed or self.lost
+        amiss = self.failures or self.missing or self.missed or self.lost or self.unsaved
         return not amiss and not self.interrupted

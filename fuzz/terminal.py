@@ -121,6 +121,13 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written: name a file in a folder that is there.")
 
 
+def check_kept(file: Path, *outputs: Path | None) -> None:
+    """Refuse to write a result over the case in `file`, by whatever name."""
+    for path in outputs:
+        if path is not None and path.exists() and file.exists() and path.samefile(file):
+            raise UsageError(f"{path} is the case itself: name another file for what is written.")
+
+
 def check_writable_folder(folder: Path) -> None:
     """Make the folder for cases, or refuse it, before there is anything to lose."""
     try:

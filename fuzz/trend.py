@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from fuzz.files import Unreadable, read_plain
 from fuzz.mutants.report import KillRow
@@ -17,6 +20,7 @@ SLOWER = 2.0
 """A mutant found so many times later than last night is listed."""
 NOTICEABLE_S = 1.0
 """Seconds to the kill below which that is noise."""
+INTERRUPTED = "Interrupted: this is what was done until then, without a kill report."
 
 
 class NightError(ValueError):
@@ -43,6 +47,7 @@ class Night(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kills: median CPU seconds to the kill, by mutant.
         failures: signature to the sentence of its smallest case, of this night.
         known: signatures of this night and of all before it.
+        interrupted: it ended early, without a kill report.
     """
 
     schema: str = SCHEMA
@@ -52,6 +57,7 @@ class Night(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kills: dict[str, float]
     failures: dict[str, str]
     known: list[str]
+    interrupted: bool = False
 
     def new(self, last: Night | None) -> list[str]:
         """Signatures that no night before had."""
@@ -60,14 +66,15 @@ class Night(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def night_of(
     summaries: Iterable[Summary],
-    rows: Iterable[KillRow],
+    rows: Iterable[KillRow] | None,
     *,
     date: str,
     revision: str,
     last: Night | None,
 ) -> Night:
-    """The record of a night."""
-    summaries, rows = list(summaries), list(rows)
+    """The record of a night; an interrupted one has no `rows`."""
+    interrupted = rows is None
+    summaries, rows = list(summaries), list(rows or ())
     failures = dict(_amiss(summaries, rows))
     return Night(
         date=date,
@@ -85,6 +92,7 @@ def night_of(
         kills={row.name: row.cpu_seconds for row in rows if row.verdict == "killed"},
         failures=failures,
         known=sorted(failures.keys() | set(last.known if last else ())),
+        interrupted=interrupted,
     )
 
 
@@ -94,7 +102,8 @@ def _amiss(summaries: list[Summary], rows: list[KillRow]) -> Iterator[tuple[str,
         target = each.plan.target
         for failure in each.failures:
             yield f"{target} {failure.signature}", failure.outcome.violations[0].sentence
-        for event in each.missing:
+        # a campaign that ended early need not have seen everything yet
+        for event in [] if each.interrupted else each.missing:
             yield f"{target} never saw {event}", f"No execution of {target} showed {event}."
         for name in each.missed:
             yield f"{target} missed {name}", f"The planted fault {name} was not found."
@@ -134,7 +143,10 @@ def markdown(night: Night, last: Night | None, artefacts: dict[str, str]) -> str
     since = f", compared with {last.date} ({last.revision})" if last else ", the first one"
     lines = [f"# Night of {night.date}", "", f"Revision {night.revision}{since}.", ""]
     new = night.new(last)
-    lines += [_verdict(night, new), ""]
+    verdict = _verdict(night, new)
+    lines += [f"**{verdict}**" if new else verdict, ""]
+    if night.interrupted:
+        lines += [INTERRUPTED, ""]
     if night.failures:
         lines += ["| failure | new | what was seen | report |", "|---|---|---|---|"]
         for signature, sentence in sorted(night.failures.items()):
@@ -152,17 +164,43 @@ def markdown(night: Night, last: Night | None, artefacts: dict[str, str]) -> str
             f"| {now.resident_start >> 20}, {now.resident_end >> 20} |"
         )
     slower = list(_slower(night, last))
-    lines += ["", f"{len(night.kills)} mutants killed."]
+    if not night.interrupted:
+        lines += ["", f"{len(night.kills)} mutants killed."]
     if slower:
         lines += ["", "| found much later | CPU s | last night |", "|---|--:|--:|"]
         lines += [f"| {name} | {now:.2f} | {then:.2f} |" for name, now, then in slower]
     return "\n".join(lines) + "\n"
 
 
+def parts(night: Night, last: Night | None, replays: Mapping[str, str]) -> Iterator[RenderableType]:
+    """The same for a terminal; `replays` has the command that replays a signature."""
+    new = night.new(last)
+    table = Table("target", "executions", "a second and core", "features")
+    for target, now in night.campaigns.items():
+        then = last.campaigns.get(target) if last else None
+        rate = _moved(now.rate, then and then.rate)
+        features = _moved(now.features, then and then.features)
+        table.add_row(target, f"{now.executions:,}", rate, features)
+    yield table
+    if not night.interrupted:
+        yield Text(f"{len(night.kills)} mutants killed.")
+    for name, seconds, before in _slower(night, last):
+        yield Text(f"{name} was found after {seconds:.2f} CPU s; last night after {before:.2f}.")
+    for signature, sentence in sorted(night.failures.items()):
+        fresh = signature in new
+        yield Text.assemble(("new", "bold red") if fresh else "known", f": {signature}")
+        yield Text(f"  {sentence}")
+        if fresh and signature in replays:
+            yield Text(f"  {replays[signature]}")
+    if night.interrupted:
+        yield Text(INTERRUPTED)
+    yield Text(_verdict(night, new), "bold red" if new else "")
+
+
 def _verdict(night: Night, new: list[str]) -> str:
     known = len(night.failures) - len(new)
     if new:
-        return f"**New failures: {len(new)}.** Known ones that are still there: {known}."
+        return f"New failures: {len(new)}. Known ones that are still there: {known}."
     return f"No new failure. Known ones that are still there: {known}."
 
 

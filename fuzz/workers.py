@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,12 +25,13 @@ def workers(
     initargs: tuple[Any, ...] = (),
 ) -> Iterator[ProcessPoolExecutor]:
     """A pool of worker processes.  Ctrl-C reaches this process alone; an exception, Ctrl-C among
-    them, ends the workers at once, and what they had not finished is lost."""
+    them, ends the workers at once, and what they had not finished is lost.  However this process
+    ends, its workers do not outlive it."""
     # spawn: a forked child would inherit torch's thread pools in whatever state they are
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=initializer, initargs=initargs
+        processes, mp_context=context, initializer=_begin, initargs=(initializer, initargs)
     ) as pool:
         try:
             _start(pool, processes)
@@ -38,6 +41,21 @@ def workers(
                 worker.terminate()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _begin(initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
+    """In a worker: watch the parent, and then what the caller wants."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if initializer is not None:
+        initializer(*initargs)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed shut no pool down, and its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _start(pool: ProcessPoolExecutor, processes: int) -> None:

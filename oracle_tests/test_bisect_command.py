@@ -11,11 +11,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import systems
 from fuzz import cli, mutants, targets
-from fuzz.case import case_of, save
+from fuzz.case import case_of, load, save
 from fuzz.run import execute
 from fuzz.tape import Tape
 from fuzz.targets.setup import Pin
@@ -120,6 +121,67 @@ def test_what_cannot_be_built_or_fails_otherwise_is_skipped(bisect, tmp_path):
     assert "the replay exited with 1: ImportError: no such module" in err
     assert "its build exited with 1: state=unbuildable" in err
     assert not (tmp_path / "repo" / ".git" / "worktrees").exists()
+
+
+def test_a_version_is_never_replayed_with_the_installed_kvoracle(bisect, tmp_path):
+    """Two revisions lack `fuzz`, one borrows `systems`; the installed ones are importable there."""
+    repo = tmp_path / "repo"
+    good = history(repo, ["good"])[0]
+    script = (repo / "fuzz" / "cli.py").read_text()
+
+    def commit(name: str) -> str:
+        git(repo, "add", "--all")
+        git(repo, "commit", "--quiet", "--message", name)
+        return git(repo, "rev-parse", "HEAD")
+
+    git(repo, "mv", "fuzz", "fuzzing")
+    renamed = commit("Rename")
+    (repo / "fuzz").mkdir()
+    (repo / "fuzz" / "notes.txt").write_text("no package")
+    bare = commit("Begin anew")
+    git(repo, "rm", "--quiet", "-r", "fuzz")
+    git(repo, "mv", "fuzzing", "fuzz")
+    (repo / "fuzz" / "cli.py").write_text("import systems\n" + script)
+    borrowing = commit("Borrow")
+    (repo / "fuzz" / "cli.py").write_text(script)
+    (repo / "engine.txt").write_text("state=bad number=4")
+    bad = commit("Break")
+    status, out, err = bisect("--repo", repo, "--good", good, "--bad", bad)
+    assert status == 1
+    assert "The first bad version is one of 4:" in out
+    for revision, package in ((renamed, "fuzz"), (bare, "fuzz"), (borrowing, "systems")):
+        why = f"it has no package {package!r} of its own to replay the case with"
+        assert f"{revision} skip ({why})" in err
+
+
+def test_a_repository_without_kvoracle_needs_a_command(bisect, tmp_path):
+    repo = tmp_path / "repo"
+    commits = history(repo, ["good", "good"])
+    git(repo, "rm", "--quiet", "-r", "fuzz")
+    for change in ("One", "Two"):
+        git(repo, "commit", "--quiet", "--allow-empty", "--message", change)
+    status, out, err = bisect("--repo", repo, "--good", commits[0], "--bad", "main")
+    assert status == 2
+    assert "Traceback" not in out + err
+    assert err.splitlines()[-1].endswith("check --build and --run.")
+    assert "has no package 'fuzz' of its own to replay the case with" in err.splitlines()[-1]
+    assert not bisect.log.exists()
+
+
+def test_a_planted_mutant_has_no_first_bad_version(bisect, long_history):
+    repo, commits = long_history
+    planted = msgspec.structs.replace(load(bisect.case), mutant="gather_by_loc")
+    save(planted, bisect.case)
+    ends = ("--good", commits[0], "--bad", "main")
+    for search in (("--repo", repo), ("--wheels", "kvoracle")):
+        status, _, err = bisect(*search, *ends)
+        assert status == 2
+        assert "is a case of the mutant 'gather_by_loc'" in err
+        assert len(err.splitlines()) == 1
+    assert not bisect.log.exists()
+    status, out, err = bisect("--repo", repo, *ends, "--run", "! grep -q bad engine.txt")
+    assert status == 0, err
+    assert f"first bad: {commits[FIRST_BAD]}" in out
 
 
 def test_a_fault_from_a_side_is_the_merges(bisect, tmp_path):

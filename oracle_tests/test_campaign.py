@@ -129,3 +129,19 @@ def test_what_a_system_lacks_is_skipped_and_still_owed():
     assert {"back_up", "restore", "hisparse"} <= set(summary.skipped)
     assert {"backed_up", "restored"} <= set(summary.missing)
     assert run(Plan(target="host_restore", executions=1)).missing
+
+
+def test_a_failure_is_called_by_what_its_smallest_case_shows():
+    """Model runs fail by other oracles than the stamped runs that they shrink to."""
+    found = run(Plan(target="prefix_split", mutant="tail_one_short", executions=600))
+    assert [failure.signature for failure in found.failures] == ["provenance/tail"]
+    assert found.failures[0].outcome.signature == "provenance/tail"
+    stamped = run(
+        Plan(
+            target="prefix_split",
+            mutant="tail_one_short",
+            executions=600,
+            pin=Pin(payload="stamped"),
+        )
+    )
+    assert found.failures[0].outcome.values == stamped.failures[0].outcome.values

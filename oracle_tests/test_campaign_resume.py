@@ -19,7 +19,7 @@ from fuzz import campaign, cli, planted, targets
 from fuzz.campaign import BATCH, Plan, run
 from fuzz.corpus import Corpus, CorpusError
 from fuzz.guidance import Garden
-from fuzz.journal import Progress, journal
+from fuzz.journal import Journal, Progress, journal
 from fuzz.mutants import report
 from fuzz.tally import gaps, merged
 from fuzz.targets.setup import Pin
@@ -274,3 +274,22 @@ def test_the_command_over_several_targets(tmp_path, monkeypatch, capsys):
     code, _, err = kvoracle(monkeypatch, capsys, "fuzz", "all", "--kpool", "2")
     assert code == 2
     assert "leave out --system" in err
+
+
+def test_a_corpus_that_fills_up_ends_a_campaign_with_all_that_was_found(tmp_path, monkeypatch):
+    """The journal takes two batches and no more; the third one's failures are told all the same."""
+    saves = []
+
+    def save(self, progress):
+        saves.append(progress)
+        if len(saves) > 2:
+            raise CorpusError("the disk is full: name another folder by --corpus.")
+
+    monkeypatch.setattr(Journal, "save", save)
+    plan = Plan(target="prefix_split", mutant="gather_by_loc", executions=10 * BATCH)
+    found = run(plan, corpus=Corpus(tmp_path))
+    assert found.executions == 3 * BATCH
+    assert found.unsaved.startswith("the disk is full")
+    assert not found.passed
+    assert found.failures
+    assert found.failures[0].outcome.operations[-1].tokens <= 4

@@ -67,8 +67,8 @@ def edited(saved, **changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 2}, r"is a 'kvoracle-case' of version 2, .* replay it with the KVOracle"),
-        ({"schema": "x"}, r"is a 'x' of version 1, not a 'kvoracle-case'"),
+        ({"version": 1}, r"is a 'kvoracle-case' of version 1, .* replay it with the KVOracle"),
+        ({"schema": "x"}, r"is a 'x' of version 2, not a 'kvoracle-case'"),
         ({"values": [-1]}, r"is a damaged case \(.*>= 0.*\): save it anew"),
         ({"values": [1 << 40]}, r"is a damaged case"),
         ({"values": [0] * 70_000}, r"is a damaged case"),

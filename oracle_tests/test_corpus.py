@@ -18,6 +18,7 @@ from fuzz import cli, corpus
 from fuzz.case import MOST_BYTES, Case
 from fuzz.corpus import ABANDONED_S, Corpus, SavedTape, size
 from fuzz.files import TEMPORARY, Unreadable, read_plain, write_whole
+from fuzz.journal import Progress, journal
 from fuzz.step import Violation
 from fuzz.targets.setup import Pin
 
@@ -198,6 +199,117 @@ def test_what_is_no_file_of_a_corpus_is_told_of_and_left_alone(tmp_path):
     found.minimise()
     assert {path.name for path in folder.iterdir()} == names
     assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_minimising_beside_a_writer(tmp_path, monkeypatch):
+    """A smaller case of a failure comes at every step of the listing."""
+    found, other = Corpus(tmp_path), Corpus(tmp_path)
+    found.add_failure(case(5, 5, 5))
+    listed, left = Corpus.cases, [4, 3, 2, 1]
+
+    def cases(self):
+        for each in listed(self):
+            other.add_failure(case(*range(left.pop())))
+            yield each
+
+    monkeypatch.setattr(Corpus, "cases", cases)
+    assert found.minimise() == 0
+    monkeypatch.undo()
+    assert len(list(found.cases())) == 1
+
+
+def named_as_it_should_be(saved: Case, folder: Path) -> Path:
+    """Put a case where a corpus would have it, whatever it holds."""
+    path = (
+        folder
+        / "failures"
+        / corpus._digest(
+            (saved.target, saved.system, saved.mutant, "exact/row" if saved.violations else None)
+        )
+    )
+    path.mkdir(parents=True)
+    path /= f"{corpus._digest_of(saved)}.json"
+    path.write_bytes(msgspec.json.encode(saved))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [({"violations": []}, "no violation"), ({"version": 1}, "is of version 1, not")],
+)
+def test_a_case_that_says_nothing_goes_nowhere(changed, why, tmp_path, monkeypatch, capsys):
+    odd = msgspec.structs.replace(case(1), **changed)
+    path = named_as_it_should_be(odd, tmp_path / "odd")
+    found, into = Corpus(tmp_path / "odd"), Corpus(tmp_path / "into")
+    assert found.failures() == []
+    assert why in found.ignored[path]
+    assert into.merge(found) == 0
+    assert not list(into.cases())
+    code, said = kvoracle(monkeypatch, capsys, "show", found.path)
+    assert code == 0
+    assert f"{path} was left alone: " in said
+    # nor does it stand in the way of one that says something
+    assert found.add_failure(case(1))
+    assert [saved.values for _, saved in found.failures()] == [[1]]
+
+
+def test_the_other_way_round_a_whole_case_is_taken(tmp_path):
+    named_as_it_should_be(case(1), tmp_path)
+    assert [saved.values for _, saved in Corpus(tmp_path).failures()] == [[1]]
+
+
+def test_what_a_campaign_left_half_written_goes(tmp_path):
+    for name, age in (("old", 0), ("new", None)):
+        path = tmp_path / "campaigns" / f"{TEMPORARY}{name}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{")
+        if age is not None:
+            os.utime(path, (age, age))
+    assert Corpus(tmp_path).minimise() == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{TEMPORARY}new"]
+
+
+def test_a_file_that_cannot_be_removed(tmp_path, monkeypatch):
+    found = Corpus(tmp_path)
+    found.add_tape(tape(1, features="a"))
+    found.add_tape(tape(1, 2, features="a"))
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(corpus.CorpusError, match=r"cannot be removed \(Permission denied\): name"):
+        found.minimise()
+
+
+def test_journals_that_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "campaigns").write_bytes(b"")
+    with (
+        pytest.raises(corpus.CorpusError, match=r"campaigns cannot be used \(File exists\): name"),
+        journal(tmp_path / "campaigns", 1),
+    ):
+        pass
+    with journal(tmp_path / "logs", 1) as log:
+        lock = log.path.with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()
+    with (
+        pytest.raises(corpus.CorpusError, match=r"lock cannot be used \(Is a directory\): name"),
+        journal(tmp_path / "logs", 1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("field", ["executions", "operations", "cpu_seconds", "deaths"])
+def test_a_journal_that_counts_less_than_nothing(field, tmp_path):
+    with journal(tmp_path, 1) as log:
+        log.save(Progress())
+        data = json.loads(log.path.read_bytes())
+        assert log.load() == Progress()
+        data["total"][field] = -1
+        log.path.write_text(json.dumps(data))
+        with pytest.raises(corpus.CorpusError, match=r"less than nothing.*without --resume"):
+            log.load()
 
 
 def test_a_reader_among_writers_that_are_killed_sees_whole_files(tmp_path):

@@ -294,6 +294,7 @@ def test_a_hostile_name_is_shown_harmlessly(
     ("arguments", "cure"),
     [
         (["-o", "{case}"], "is the case itself: name another file"),
+        (["--perfetto", "{case}"], "is the case itself: name another file"),
         (["-o", "{folder}/x", "--perfetto", "{folder}/x"], "name two files"),
         (["-o", "/nowhere/page.html"], "name a file in a folder that is there"),
         (["--perfetto", "/nowhere/trace.json"], "name a file in a folder that is there"),

@@ -260,7 +260,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     code, printed = kvoracle(*fuzz, "--mutant", "timeout_frees")
     assert code == 1
     assert "kvoracle replay" in printed.out
-    cases = sorted(tmp_path.glob("out/cases/multi_rank-drain-*.json"))
+    cases = sorted(tmp_path.glob("out/cases/multi_rank-timeout_frees-drain-*.json"))
     assert cases
     assert json.loads((tmp_path / "result.json").read_text())["failures"]
     code, printed = kvoracle("replay", str(cases[0]))
@@ -272,6 +272,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     code, printed = kvoracle("fuzz", "multi_rank", "--mutant", "gather_by_loc")
     assert code == 2
     assert "kvoracle fuzz prefix_split --mutant gather_by_loc" in printed.err
+    code, printed = kvoracle("fuzz", "prefix_split", "--mutant", "timeout_frees")
+    assert code == 2
+    assert "kvoracle fuzz multi_rank --mutant timeout_frees" in printed.err
 
 
 def test_it_is_a_target():

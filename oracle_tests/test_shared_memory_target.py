@@ -195,3 +195,11 @@ def test_a_fault_is_found_and_made_short(name):
     assert small.signature == found.outcome.signature
     assert len(small.operations) <= len(found.outcome.operations)
     assert not execute(small.values).failed, "the faithful transport passes the same tape"
+
+
+def test_ends_that_cannot_be_built_are_a_crash():
+    """Of an engine whose page is another one than the memory was made for, for example."""
+    with mutants.find("page_table_41494").applied():
+        outcome = handover.execute(SHARED_MEMORY, Tape(seed=0), most=SHARED_MEMORY.operations)
+    assert outcome.signature == "crash/build.InvalidCall"
+    assert not outcome.operations

@@ -12,7 +12,7 @@ from fuzz.mutants.registry import find
 from fuzz.mutants.report import KillRow, report
 from fuzz.nightly import nightly
 from fuzz.summary import Plan, Summary
-from fuzz.terminal import json_of
+from fuzz.terminal import UsageError, json_of
 from fuzz.trend import Night, NightError, load, markdown, night_of
 
 DATE, REVISION = "2026-01-02T03:04:05+00:00", "abc1234"
@@ -117,3 +117,79 @@ def test_a_night_fails_for_a_new_failure_only(tmp_path: Path, monkeypatch):
     summary = (tmp_path / "out" / "nightly" / "summary.md").read_text()
     assert f"reports/{page.name}".replace("_", r"\_") in summary
     assert "No new failure." in summary
+
+
+def test_an_interrupted_night_keeps_what_it_did(faulty, tmp_path: Path, monkeypatch, capsys):
+    """Ctrl-C in the second campaign: the first one's case is on the disk by then."""
+    folder, seen = tmp_path / "night", []
+
+    def interrupted_in_the_second(plan: Plan, **_: object) -> Summary:
+        seen.append([path.name for path in folder.glob("cases/*.json")])
+        if plan.target == "prefix_split":
+            return msgspec.structs.replace(faulty, plan=plan)
+        return msgspec.structs.replace(
+            faulty, plan=plan, failures=[], missing=["a hit"], interrupted=True
+        )
+
+    def no_kill_report(*_: object, **__: object) -> None:
+        raise AssertionError("An interrupted night makes no kill report.")
+
+    monkeypatch.setattr("fuzz.campaign.run", interrupted_in_the_second)
+    monkeypatch.setattr("fuzz.mutants.report.report", no_kill_report)
+    asked = {
+        "target": ["prefix_split", "slot_reuse", "hot_buffer"],
+        "folder": folder,
+        "corpus": tmp_path / "corpus",
+    }
+    assert nightly(**asked) == 1
+    (case,) = folder.glob("cases/*.json")
+    assert seen == [[], [case.name]]
+    said = capsys.readouterr().out
+    assert f"kvoracle replay {case}" in said
+    assert "Interrupted: " in said
+    assert "\\" not in said
+    record = load(folder / "night.json")
+    assert record is not None
+    assert record.interrupted
+    assert list(record.campaigns) == ["prefix_split", "slot_reuse"]
+    # what an interrupted campaign has not seen yet is no failure
+    assert list(record.failures) == ["prefix_split provenance/index"]
+    summary = (folder / "summary.md").read_text()
+    assert "Interrupted: " in summary
+    assert "mutants killed" not in summary
+    # the same once more is known
+    assert nightly(**asked) == 130
+    assert f"kvoracle replay {case}" not in capsys.readouterr().out
+
+
+def test_ctrl_c_in_the_kill_report(faulty, tmp_path: Path, monkeypatch):
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    clean = msgspec.structs.replace(faulty, failures=[])
+    monkeypatch.setattr("fuzz.campaign.run", lambda plan, **_: clean)
+    monkeypatch.setattr("fuzz.mutants.report.report", stopped)
+    asked = {"target": ["prefix_split"], "folder": tmp_path, "corpus": tmp_path / "corpus"}
+    assert nightly(**asked) == 130
+    before = load(tmp_path / "night.json")
+    assert before is not None
+    assert before.interrupted
+    # nothing done is nothing written
+    monkeypatch.setattr("fuzz.campaign.run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        nightly(**asked)
+    assert load(tmp_path / "night.json") == before
+
+
+def test_a_record_is_written_whole(faulty, tmp_path: Path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    record = json_of(night(faulty))
+    (tmp_path / "night.json").write_bytes(record)
+    monkeypatch.setattr("fuzz.campaign.run", lambda plan, **_: faulty)
+    monkeypatch.setattr("fuzz.mutants.report.report", lambda *_, **__: [])
+    monkeypatch.setattr("fuzz.files.os.fsync", full)
+    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\): name"):
+        nightly(target=["prefix_split"], folder=tmp_path, corpus=tmp_path / "corpus")
+    assert (tmp_path / "night.json").read_bytes() == record

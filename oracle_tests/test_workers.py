@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,43 @@ def test_workers_end_at_once_with_an_error(error):
         fail_at_work()
     assert time.monotonic() - began < 60
     assert set(multiprocessing.active_children()) <= before
+
+
+PARENT = """
+import os, sys, time
+from fuzz.workers import workers
+
+if __name__ == "__main__":
+    with workers(2) as pool:
+        for _ in range(2):
+            pool.submit(time.sleep, 200)
+        print(*pool._processes, flush=True)
+        time.sleep(200)
+"""
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path, kill):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.send_signal(kill)
+    parent.wait(30)
+    parent.stdout.close()
+    ends = time.monotonic() + 30
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < ends, "a worker waits for ever"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie, which in a container may have nobody to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def die_at(job: tuple[int, Path]) -> int:

@@ -24,6 +24,7 @@ from fuzz.terminal import (
     Positive,
     UsageError,
     bars,
+    check_kept,
     check_writable,
     deliver,
     err,
@@ -77,7 +78,7 @@ def bisect(
     run
         Shell command in the version's folder, which is on PYTHONPATH, with the case's path in
         KVORACLE_CASE: exit status 0 is good, 1 is bad, any other skips.  Without it, the case is
-        replayed.
+        replayed with the KVOracle of that version.
     flaky
         The case fails only sometimes: run versions until the posterior is clear.
     confidence
@@ -91,6 +92,7 @@ def bisect(
         Folder of the package's wheels: those that are there are used, others downloaded.
     """
     check_writable(json)
+    check_kept(file, json)
     if [repo is not None, wheels is not None, components].count(True) != 1:
         raise UsageError("say what to search: give one of --repo, --wheels and --components.")
     saved = case.load(file)
@@ -104,6 +106,11 @@ def bisect(
         raise UsageError("a search over versions has two ends: give --good and --bad.")
     if build is not None and repo is None:
         raise UsageError("a wheel is built already: leave out --build, or give --repo.")
+    if saved.mutant is not None and run is None:
+        raise UsageError(
+            f"{file} is a case of the mutant {saved.mutant!r}, which a replay plants in every "
+            "version, so that none is the first bad one: give --components, or a case without one."
+        )
     if flaky:
         require_library()
     opened: AbstractContextManager[Versions]

@@ -22,6 +22,31 @@ MOST_LINE = 300
 NOT_INHERITED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY")
 """A search that a git hook started must not act on the repository of the hook."""
 
+NOT_ITS_OWN = 3
+"""Exit status of a replay for which a version would have borrowed another KVOracle's modules."""
+OWN_REPLAY = f"""
+import runpy, sys
+from importlib.util import find_spec
+from pathlib import Path
+
+def insist(*names):
+    for name in names:
+        spec = find_spec(name)
+        origin = spec and spec.origin
+        if not origin or not Path(origin).resolve().is_relative_to(Path.cwd()):
+            print(f"it has no package {{name!r}} of its own to replay the case with", flush=True)
+            sys.exit({NOT_ITS_OWN})
+
+insist("fuzz")
+try:
+    runpy.run_module("fuzz.cli", run_name="__main__", alter_sys=True)
+finally:
+    ours = ("fuzz", "systems", "optimized", "reference")
+    insist(*(name for name in ours if name in sys.modules))
+"""
+"""Replays with the KVOracle in the current folder, or not at all: what the folder lacks Python
+would take from where KVOracle is installed, and its verdict says nothing of the version."""
+
 Runner = Callable[[Path], tuple[Verdict, str]]
 """Runs the case on the version in a folder: the verdict, and of a skip the reason."""
 
@@ -97,18 +122,21 @@ def by_command(command: str, case: Path, *, timeout_s: int) -> Runner:
 
 
 def by_replay(saved: Case, case: Path, *, timeout_s: int) -> Runner:
-    """Replays the case with the KVOracle in the folder.  Bad is only the failure that was saved:
-    a version that fails in another way says nothing of this one, nor does one that crashes,
-    which exits with 1 as well."""
+    """Replays the case with the KVOracle in the folder, and no other.  Bad is only the failure
+    that was saved: a version that fails in another way says nothing of this one, nor does one
+    that crashes, which exits with 1 as well."""
     signature = saved.violations[0].signature if saved.violations else ""
 
     def run(folder: Path) -> tuple[Verdict, str]:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch) / "result.json"
-            command = [sys.executable, "-m", "fuzz.cli", "replay", str(case), "--json", str(result)]
+            replay = ["replay", str(case), "--json", str(result)]
+            command = [sys.executable, "-c", OWN_REPLAY, *replay]
             env = environment(**_on_path(folder))
             status, line = finish(command, folder=folder, env=env, timeout_s=timeout_s)
             found = _violations(result)
+        if status == NOT_ITS_OWN:
+            return "skip", line
         if status == 0:
             return "good", ""
         if status != 1 or not found:

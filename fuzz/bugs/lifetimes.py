@@ -40,7 +40,7 @@ bug(
 bug(
     "Mooncake#850",
     "A lease ends while a transfer still reads under it, and the memory goes to another object.",
-    by=("source_freed_in_flight",),
+    missing="Leases that end with a clock.",
 )
 bug(
     "TensorRT-LLM#12542",
@@ -57,7 +57,7 @@ bug(
     "nixl#2027",
     "A prepared transfer is checked against its peer's name alone, and posted to places of the "
     "peer's former life.",
-    by=("stale_places_of_the_room",),
+    missing="Prepared handles of a transport that outlive its peer: each write names its places.",
 )
 
 # copies to the host and from it
@@ -81,7 +81,7 @@ bug(
 bug(
     "vllm#47282",
     "What is loaded from the host goes to a block that a computation under way still reads.",
-    by=("hit_evicted_by_miss",),
+    missing="A computation that is still under way when the next step's loads start.",
 )
 
 # steps that are under way
@@ -90,7 +90,7 @@ bug(
     "vllm-ascend#14055",
     "Blocks are freed when a step says that a request ended, while the next step, which is under "
     "way, still uses them.",
-    by=("freed_while_read",),
+    missing="Two steps under way at once: a step here ends before the next one is asked for.",
 )
 bug(
     "vllm-ascend#13501",

@@ -52,7 +52,7 @@ bug(
 bug(
     "sglang#31471",
     "A transfer takes virtual ids for places, which they are until the pool is compacted.",
-    by=("preloaded_by_logical_page",),
+    missing="A pool that is compacted, and pages whose virtual and physical ids part by it.",
 )
 bug(
     "sglang#42750",

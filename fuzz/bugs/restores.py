@@ -32,7 +32,7 @@ bug(
 bug(
     "sglang#28896",
     "A restore brings the KV rows of a layer and leaves its index as it was.",
-    by=("restore_without_index",),
+    missing="A draft model with pools of its own, of which the report is.",
 )
 bug(
     "sglang#30986",

@@ -13,7 +13,7 @@ from fuzz.checks import check_plantable
 from fuzz.report.page import page
 from fuzz.report.perfetto import trace
 from fuzz.report.record import record
-from fuzz.terminal import UsageError, check_writable, deliver, out, write_file
+from fuzz.terminal import UsageError, check_kept, check_writable, deliver, out, write_file
 
 
 def report(
@@ -37,9 +37,8 @@ def report(
     """
     for path in (output, perfetto):
         check_writable(path)
-        if path is not None and path.resolve() == file.resolve():
-            raise UsageError(f"{path} is the case itself: name another file for what is written.")
-    if perfetto is not None and perfetto.resolve() == output.resolve():
+    check_kept(file, output, perfetto)
+    if perfetto is not None and perfetto.absolute() == output.absolute():
         raise UsageError(f"{output} is both --output and --perfetto: name two files.")
     said = write_report(file, output, perfetto=perfetto)
     deliver(out, [Text(said)], json=None, result=None)

@@ -16,7 +16,7 @@ from fuzz.report.story import CLAUSES, ORACLES, owners
 from fuzz.run import execute
 from fuzz.step import Violation
 from fuzz.tape import Tape
-from fuzz.terminal import JsonFile, check_writable, deliver, out, outcome_lines
+from fuzz.terminal import JsonFile, check_kept, check_writable, deliver, out, outcome_lines
 
 
 def replay(file: Path, *, json: JsonFile = None) -> int:
@@ -28,6 +28,7 @@ def replay(file: Path, *, json: JsonFile = None) -> int:
         A case that `kvoracle fuzz` saved.
     """
     check_writable(json)
+    check_kept(file, json)
     saved = case.load(file)
     system, target = systems.load(saved.system), targets.find(saved.target)
     check_plantable(saved.mutant, saved.system, saved.target)
