@@ -80,11 +80,15 @@ class Router:
         self._asked_for = False
         self.lives: dict[Side, Any] = {}
         self._former: list[Any] = []
-        for side in Side:
-            self.lives[side] = self._start(side, 0)
-        self.got_in = self._try()
-        self._meet()
         self._forged: TransferKey | None = None
+        try:
+            for side in Side:
+                self.lives[side] = self._start(side, 0)
+            self.got_in = self._try()
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
 
     def _shared(self) -> Any:
         shared = self.setup.shared

@@ -332,6 +332,7 @@ def assert_is_trace(data: bytes) -> list[dict[str, Any]]:
 def test_the_timeline_keeps_to_the_format(planted: Planted, tmp_path: Path):
     path, found = case_in(tmp_path, planted), failure(planted)
     write_report(path, tmp_path / "page.html", perfetto=tmp_path / "trace.json")
+    assert "in the timeline is 1 ms" in (tmp_path / "page.html").read_text()
     events = assert_is_trace((tmp_path / "trace.json").read_bytes())
     assert any(event.get("cat") == "bad" for event in events)
     assert max(e["ts"] for e in events if e["ph"] == "X") >= 1000 * (len(found.operations) - 1)
@@ -348,6 +349,13 @@ def test_messages_and_writes_fly_forwards(planted: Planted, tmp_path: Path):
     offers = [a for a in arrows if "ADVERTISE" in a.text]
     assert offers
     assert all(recorded.timeline.lanes[a.start[0]].group == "ranks of D" for a in offers)
+
+
+def test_the_timeline_is_told_of_where_there_is_one(tmp_path: Path):
+    path, page, trace_file = case_in(tmp_path, PLANTED[1]), tmp_path / "p", tmp_path / "trace.json"
+    assert str(trace_file) in write_report(path, page, perfetto=trace_file)
+    assert "The timeline" not in write_report(path, page)
+    assert "1 ms" not in page.read_text()
 
 
 def test_a_timeline_says_what_it_was_given():

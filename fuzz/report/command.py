@@ -59,9 +59,10 @@ def write_report(file: Path, output: Path, *, perfetto: Path | None = None) -> s
     outcome, recorded = record(saved)
     if not outcome.failed:
         case.check_same_run(saved, outcome, file)
-    write_file(output, page(saved, data, file, outcome, recorded))
+    write_file(output, page(saved, data, file, outcome, recorded, timed=perfetto is not None))
     if perfetto is not None:
         title = f"{outcome.signature or 'no failure'} in {outcome.target}"
         write_file(perfetto, trace(recorded.timeline, title=title))
     found = outcome.violations[0].sentence if outcome.failed else "This case no longer fails."
-    return f"{output}: {found}"
+    also = f" The timeline is in {perfetto}." if perfetto is not None else ""
+    return f"{output}: {found}{also}"

@@ -26,14 +26,14 @@ TOP = 3
 Context = tuple[int, ...]
 
 
-def named(outcome: Outcome) -> Table:
-    """The rows that the oracles have named, with their owners."""
+def named(outcome: Outcome) -> list[Table]:
+    """The rows that the oracles have named, with their owners; no table where they name none."""
     lines = [
         (each.row, each.expected, each.actual, f"{each.oracle}/{each.component}")
         for each in outcome.violations
         if each.row
     ]
-    return Table(
+    table = Table(
         title="What the oracles name",
         note="Of each layer or memory the first row that is wrong.",
         columns=("row", "expected owner", "actual owner", "oracle"),
@@ -41,6 +41,7 @@ def named(outcome: Outcome) -> Table:
         marked=frozenset(range(len(lines[:MOST_LINES]))),
         more=max(0, len(lines) - MOST_LINES),
     )
+    return [table] if lines else []
 
 
 def wrong_table(wrong: Sequence[Wrong], title: str = "Rows that differ") -> Table:

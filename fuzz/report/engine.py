@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fuzz.outcome import Outcome
+from fuzz.report.blame import mark
 from fuzz.report.contents import Contents
 from fuzz.report.differences import changed_rows, outputs, wrong_table
 from fuzz.report.moment import Moment
@@ -17,6 +19,8 @@ from reference.contract import RequestId, Snapshot
 from reference.protocol import Observation
 from reference.restore import Step as TierStep
 
+WHOSE = re.compile(r"Request (?P<request>\d+)'s .*?\boperation (?P<operation>\d+), '")
+"""How a sentence of `fuzz.oracles.metamorphic` names a request, and its operation."""
 CACHE, TIER = Lane("prefix cache", "memory"), Lane("host tier", "memory")
 HOST = Lane("host rows", "memory")
 
@@ -51,13 +55,21 @@ class EngineRecording:
         deeds = [Deed(step.text, tuple(_effects(step))) for step in self._steps]
         signature = outcome.signature or ""
         raised = signature.startswith("crash/") or signature == "exact/refused"
-        timeline = _timeline(world, self._steps, wrong, failed=outcome.failed and not raised)
+        timeline = _timeline(world, self._steps)
+        accused, audited = _accused(outcome), signature.startswith("numeric/")
+        if accused:
+            _accuse(timeline, *accused, outcome)
+        elif audited:
+            mark(timeline, outcome.violations[0].sentence, len(timeline.rows) - 1)
+        elif outcome.failed and not raised and self._steps:
+            _blame(timeline, self._steps, wrong)
         if raised:  # and so there is no step
             deeds.append(Deed(outcome.violations[0].sentence))
             row = timeline.row(outcome.violations[0].sentence)
             timeline.marks.append(Mark((timeline.lane(CACHE), row), "the engine raises", "bad"))
         return Recorded(
             deeds=tuple(deeds),
+            blamed=accused[1] + 1 if accused else None if audited else len(deeds),
             timeline=timeline,
             pools=tuple(PageMap(world, self._moments, contents, wrong).pools()),
             tables=tuple(tables),
@@ -117,15 +129,10 @@ def _misses(step: Step) -> int:
     return sum(int(count.sum()) for count in counts if count is not None)
 
 
-def _timeline(
-    world: World, steps: Sequence[Step], wrong: Sequence[Wrong], *, failed: bool
-) -> Timeline:
+def _timeline(world: World, steps: Sequence[Step]) -> Timeline:
     """A row for each operation, and a lane for each request and each memory that they share."""
     timeline = Timeline()
-    lanes = {
-        request: timeline.lane(Lane(client.name, "requests", int(request)))
-        for request, client in world.clients.items()
-    }
+    lanes = {request: timeline.lane(_lane(request)) for request in world.clients}
     cache = timeline.lane(CACHE)
     tier = timeline.lane(TIER) if world.options.host_tier else cache
     host = timeline.lane(HOST) if world.options.hisparse else cache
@@ -144,9 +151,11 @@ def _timeline(
         ):
             timeline.counters.setdefault(name, []).append((row, figure))
     timeline.lives += _lives(steps, lanes)
-    if failed and steps:
-        _blame(timeline, steps, wrong, lanes, cache)
     return timeline
+
+
+def _lane(request: RequestId | int) -> Lane:
+    return Lane(f"request {request}", "requests", int(request))
 
 
 def _flows(
@@ -193,30 +202,35 @@ def _lives(steps: Sequence[Step], lanes: dict[RequestId, int]) -> Iterator[Life]
             yield Life(lane, start, min(stop + 1, len(steps)), f"request {request} runs")
 
 
-def _blame(
-    timeline: Timeline,
-    steps: Sequence[Step],
-    wrong: Sequence[Wrong],
-    lanes: dict[RequestId, int],
-    cache: int,
-) -> None:
+def _accused(outcome: Outcome) -> tuple[RequestId, int] | None:
+    """The request whose outputs differ, and the row of the operation that computed them."""
+    told = WHOSE.match(outcome.violations[0].sentence) if outcome.failed else None
+    return (RequestId(int(told["request"])), int(told["operation"]) - 1) if told else None
+
+
+def _accuse(timeline: Timeline, request: RequestId, row: int, outcome: Outcome) -> None:
+    place = timeline.lane(_lane(request)), row
+    timeline.marks.append(Mark(place, outcome.violations[0].sentence, "bad"))
+
+
+def _blame(timeline: Timeline, steps: Sequence[Step], wrong: Sequence[Wrong]) -> None:
     """Mark where it went wrong: at whoever reads what another wrote, if that shows; else at
     whoever the last operation was about."""
-    last = len(steps) - 1
+    last, cache = len(steps) - 1, timeline.lane(CACHE)
     if not wrong:
-        about = sorted(lanes[request] for request in steps[-1].about) or [cache]
+        about = sorted(timeline.lane(_lane(r)) for r in steps[-1].about) or [cache]
         timeline.marks += [Mark((lane, last), "here the oracle objects", "bad") for lane in about]
         return
     told = set()
     for each in wrong:
-        named = [lane for lane in lanes.values() if timeline.lanes[lane].name == each.reader]
+        named = [n for n, lane in enumerate(timeline.lanes) if lane.name == each.reader]
         reader, writer = (named or [cache])[0], each.holds.request
         if (reader, writer) in told:
             continue
         told.add((reader, writer))
         text = f"{each.place} should hold {each.should}, holds {each.holds.words}"
         timeline.marks.append(Mark((reader, last), text, "bad"))
-        source = None if writer is None else lanes[RequestId(writer)]
+        source = None if writer is None else timeline.lane(_lane(writer))
         wrote = [row for row, step in enumerate(steps) if writer in step.wrote]
         if source is not None and source != reader and wrote:
             timeline.arrows.append(Arrow((source, wrote[-1]), (reader, last), text, "bad"))

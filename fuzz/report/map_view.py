@@ -135,14 +135,13 @@ def _table(table: Table) -> Html:
         frame = {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": table.title}
         inside = el("div", frame, grid)
     count = len(table.lines) + table.more
+    said = {0: "none", 1: "1 line"}.get(count, f"{count} lines")
     more = el("p", {"class": "note"}, f"{table.more} more are left out.") if table.more else None
     opened = {"open": ""} if table.marked else {}
     return el(
         "details",
         {"class": "difference", **opened},
-        el(
-            "summary", {}, el("b", {}, table.title), el("span", {"class": "note"}, f"{count} lines")
-        ),
+        el("summary", {}, el("b", {}, table.title), el("span", {"class": "note"}, said)),
         el("p", {"class": "note"}, table.note),
         inside,
         more,

@@ -91,7 +91,9 @@ class Messages:
         """What never came is drawn as it left."""
         for sent, places in self._sent.items():
             for place in places[self._came[sent] :]:
-                self._arrow(place, None, f"{words(sent[1])} has not come", "message")
+                self._arrow(
+                    place, None, f"{words(sent[1])} had not come when the run ended", "message"
+                )
         return self.timeline
 
     def _handled(self, sent: tuple[str, Message], place: Place) -> None:

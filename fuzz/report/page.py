@@ -13,7 +13,7 @@ from fuzz.report import map_view, story
 from fuzz.report.differences import named
 from fuzz.report.html import Html, el, lone
 from fuzz.report.parts import Recorded
-from fuzz.report.spacetime import KINDS, MOST_ROWS, spacetime
+from fuzz.report.spacetime import KINDS, MOST_ROWS, UNARRIVED, spacetime
 
 SECTIONS = (
     ("story", "The story"),
@@ -24,8 +24,11 @@ SECTIONS = (
 )
 
 
-def page(saved: Case, data: bytes, path: Path, outcome: Outcome, recorded: Recorded) -> bytes:
-    """The report of a case that was read from `path`, where `data` is what lies there."""
+def page(
+    saved: Case, data: bytes, path: Path, outcome: Outcome, recorded: Recorded, *, timed: bool
+) -> bytes:
+    """The report of a case that was read from `path`, where `data` is what lies there.  `timed`:
+    there is a timeline as well."""
     style = _style(recorded)
     head = el(
         "head",
@@ -38,7 +41,7 @@ def page(saved: Case, data: bytes, path: Path, outcome: Outcome, recorded: Recor
         el("title", {}, f"KVOracle: {_title(outcome)}"),
         el("style", {}, Html(style)),
     )
-    body = el("body", {}, *_body(saved, data, path, outcome, recorded))
+    body = el("body", {}, *_body(saved, data, path, outcome, recorded, timed=timed))
     whole = f"<!doctype html>\n{el('html', {'lang': 'en'}, head, body)}\n"
     return whole.encode()
 
@@ -48,19 +51,20 @@ def _title(outcome: Outcome) -> str:
 
 
 def _body(
-    saved: Case, data: bytes, path: Path, outcome: Outcome, recorded: Recorded
+    saved: Case, data: bytes, path: Path, outcome: Outcome, recorded: Recorded, *, timed: bool
 ) -> tuple[Html, ...]:
     links = [el("a", {"href": f"#{name}"}, title) for name, title in SECTIONS]
-    done, failed = recorded.deeds, outcome.failed
+    time = " One step of time in the timeline is 1 ms." if timed else ""
+    bad = recorded.blamed if outcome.failed else None
     contents = {
         "story": Html(
             story.setup(saved, outcome, path)
             + el("h3", {}, "What happened")
-            + story.deeds(done, failed=failed)
+            + story.deeds(recorded.deeds, bad=bad)
         ),
         "diagram": _diagram(outcome, recorded),
         "map": map_view.page_map(recorded.pools),
-        "differences": map_view.tables([named(outcome), *recorded.tables]),
+        "differences": map_view.tables([*named(outcome), *recorded.tables]),
         "case": _case(data, path),
     }
     return (
@@ -81,7 +85,7 @@ def _body(
                 for name, title in SECTIONS
             ],
         ),
-        el("footer", {}, f"Made by kvoracle report from {path.name}. One step of time is 1 ms."),
+        el("footer", {}, f"Made by kvoracle report from {path.name}.{time}"),
     )
 
 
@@ -97,6 +101,8 @@ def _diagram(outcome: Outcome, recorded: Recorded) -> Html:
     legend = [
         el("li", {}, el("span", {"class": f"sample {kind}"}, ""), KINDS[kind]) for kind in kinds
     ]
+    if any(arrow.stop is None for arrow in timeline.arrows):
+        legend.append(el("li", {}, el("span", {"class": "sample unarrived"}, ""), UNARRIVED))
     frame = {"class": "scroll", "tabindex": 0, "role": "region", "aria-label": "Diagram"}
     return Html(
         (el("ul", {"class": "legend"}, legend) if legend else "")

@@ -177,9 +177,11 @@ class Deed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a recording makes of a run."""
+    """What a recording makes of a run; `blamed` is the number of the deed at which it went
+    wrong, if it did and if that is known."""
 
     deeds: tuple[Deed, ...]
+    blamed: int | None
     timeline: Timeline
     pools: tuple[Pool, ...]
     tables: tuple[Table, ...]

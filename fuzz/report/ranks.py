@@ -10,8 +10,9 @@ from fuzz.explore.memory import NOTHING, Memory, Rows
 from fuzz.explore.words import Event
 from fuzz.interleave import Interleaving
 from fuzz.outcome import Outcome
+from fuzz.report.blame import mark
 from fuzz.report.messages import Messages
-from fuzz.report.parts import Cell, Deed, Holder, Mark, Pool, Recorded, Segment
+from fuzz.report.parts import Cell, Deed, Holder, Pool, Recorded, Segment
 from fuzz.report.transfer import effects
 from reference.protocol import Moved, Observation, Peer, Phase, Reserved, Sent, TransferKey
 
@@ -49,15 +50,11 @@ class RanksRecording:
             deeds.append(Deed(f"{text[0].upper()}{text[1:]}.", tuple(effects(told))))
         messages.finish()
         if outcome.failed and self._events:
-            last = len(self._events) - 1
-            lanes = sorted({mark.place[0] for mark in timeline.marks if mark.place[1] == last})
-            timeline.marks += [
-                Mark((lane, last), "here the oracle objects", "bad")
-                for lane in lanes or range(len(timeline.lanes))
-            ]
+            mark(timeline, outcome.violations[0].sentence, len(self._events) - 1)
         peers = {peer for peer, _ in self._held[1]} | self._rows[1].keys() | {*decoders}
         return Recorded(
             deeds=tuple(deeds),
+            blamed=len(deeds),
             timeline=timeline,
             pools=tuple(self._pool(peer) for peer in sorted(peers)),
             tables=(),

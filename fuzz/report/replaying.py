@@ -12,7 +12,7 @@ from rich.text import Text
 import systems
 from fuzz import case, mutants, targets
 from fuzz.checks import check_plantable
-from fuzz.report.story import CLAUSES, ORACLES, owners
+from fuzz.report.story import CLAUSES, ORACLES, asks, owners
 from fuzz.run import execute
 from fuzz.step import Violation
 from fuzz.tape import Tape
@@ -56,7 +56,7 @@ def _found(violation: Violation) -> Table:
     if clause:
         table.add_row(f"clause {violation.component}", clause)
     elif violation.oracle in ORACLES:
-        table.add_row("the oracle asks that", ORACLES[violation.oracle])
+        table.add_row("the oracle asks that", asks(violation))
     return table
 
 

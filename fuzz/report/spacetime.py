@@ -20,6 +20,7 @@ KINDS = {
     "data": "tokens between request, cache and host",
     "bad": "what should not be",
 }
+UNARRIVED = "dotted, with a cross: had not come when the run ended, or failed"
 
 
 def spacetime(timeline: Timeline, *, summary: str) -> Html:

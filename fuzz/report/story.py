@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fuzz import mutants
 from fuzz.case import Case
+from fuzz.oracles.metamorphic import AUDITED
 from fuzz.outcome import Outcome
 from fuzz.report.html import Html, el
 from fuzz.report.parts import Deed
@@ -44,6 +45,31 @@ CLAUSES = {
     "L5": "every request ends: no abort blocks another room for ever",
 }
 """What the clauses of the drain contract ask for (`reference.drain`)."""
+EXACT = {
+    "handshake": "two processes share memory where they may and where nobody has tampered, and "
+    "nowhere else",
+    "first_token": "D decodes from the token on that P has sampled",
+    "places": "D advertises those places of its memory that it has reserved for the request",
+    "aux": "an aux row is clear until it comes, and then names the transfer that has reserved it",
+    "outcome": "every write lands as long as nothing goes wrong",
+    "live": "every request becomes live at D as long as nothing goes wrong",
+    "memory": "once all requests are over, free, owned and held memory adds up on either side",
+    "refusal": "an engine runs out of memory only once all is used, and then changes nothing but "
+    "what it has evicted",
+    "refused": "the engine does what the contract allows to ask of it",
+    "outputs": "a step gives the outputs of those positions that were asked for",
+}
+"""What the oracle exact asks for in components that are no account of pages."""
+ROWS = {
+    "kv": "KV rows",
+    "index": "index rows",
+    "tail": "tail rows",
+    "state": "states",
+    "hot": "rows of hot buffers",
+    "aux": "aux rows",
+    "first_token": "first token",
+}
+"""Components in words, where their names are none."""
 MOST_DEEDS = 240
 """The last ones."""
 
@@ -63,12 +89,12 @@ def verdict(saved: Case, outcome: Outcome, operations: int) -> Html:
     return el(
         "section",
         {"class": "verdict failed", "aria-labelledby": "verdict"},
-        el("p", {"class": "kicker"}, f"After operation {operations} the run breaks {_rule(first)}"),
+        el("p", {"class": "kicker"}, f"{_when(first, operations)} {_rule(first)}"),
         el("h2", {"id": "verdict"}, first.sentence),
         _owners(first),
-        el("p", {}, f"The oracle asks that {_asks(first)}."),
+        el("p", {}, f"The oracle asks that {asks(first)}."),
         el("p", {"class": "note"}, _was(saved)) if _is_new(first, saved) else None,
-        _folded(f"{len(others)} more at the same operation", el("ul", {}, more)) if more else None,
+        _folded(f"{len(others)} more, found with it", el("ul", {}, more)) if more else None,
     )
 
 
@@ -96,13 +122,14 @@ def setup(saved: Case, outcome: Outcome, path: Path) -> Html:
     )
 
 
-def deeds(done: tuple[Deed, ...], *, failed: bool) -> Html:
-    """The operations, one after the other, and what came of each."""
+def deeds(done: tuple[Deed, ...], *, bad: int | None) -> Html:
+    """The operations, one after the other, and what came of each; `bad` is the number of the one
+    that is to blame."""
     first = max(0, len(done) - MOST_DEEDS)
     items = [
         el(
             "li",
-            {"class": "bad" if failed and number == len(done) else None, "value": number},
+            {"class": "bad" if number == bad else None, "value": number},
             el("p", {}, deed.text),
             el("ul", {}, [el("li", {}, effect) for effect in deed.effects])
             if deed.effects
@@ -119,16 +146,26 @@ def _size(outcome: Outcome) -> str:
     return f"{requests}, {outcome.tokens} tokens" if outcome.tokens else requests
 
 
+def _when(violation: Violation, operations: int) -> str:
+    """A run is audited once it has ended, and not for its last operation's sake."""
+    if violation.oracle == "numeric" or AUDITED in violation.sentence:
+        return f"In the audit of the run, after operation {operations},"
+    return f"After operation {operations}"
+
+
 def _rule(violation: Violation) -> str:
-    clause = CLAUSES.get(violation.component) if violation.oracle == "drain" else None
-    if clause:
-        return f"clause {violation.component} of the drain contract"
-    return f"the oracle {violation.oracle}, in {violation.component}"
+    if violation.oracle == "drain" and violation.component in CLAUSES:
+        return f"the run breaks clause {violation.component} of the drain contract"
+    rows = ROWS.get(violation.component, violation.component)
+    return f"the oracle {violation.oracle} objects ({rows})"
 
 
-def _asks(violation: Violation) -> str:
+def asks(violation: Violation) -> str:
+    """What the oracle holds a run to, in this component."""
     if violation.oracle == "drain" and violation.component in CLAUSES:
         return CLAUSES[violation.component]
+    if violation.oracle == "exact" and violation.component in EXACT:
+        return EXACT[violation.component]
     return ORACLES.get(violation.oracle, "nothing of the kind happens")
 
 

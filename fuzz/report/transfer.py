@@ -10,6 +10,8 @@ from dataclasses import replace
 from fuzz.explore.draw import name, name_key
 from fuzz.handover import Handover
 from fuzz.outcome import Operation, Outcome
+from fuzz.report.aux_rows import aux_pool, changed_aux
+from fuzz.report.blame import mark
 from fuzz.report.contents import Contents
 from fuzz.report.differences import changed_rows, wrong_table
 from fuzz.report.messages import Messages, words
@@ -17,6 +19,7 @@ from fuzz.report.moment import Moment, layers_of
 from fuzz.report.page_map import PageMap
 from fuzz.report.parts import Deed, Lane, Mark, Pool, Recorded, Table, Timeline
 from fuzz.report.wrong import Wrong, wrong_rows
+from fuzz.stamps import Bytes
 from fuzz.step import Client, World
 from reference.contract import Component
 from reference.protocol import Arrived, Moved, Observation, Peer, Posted, Sent, Settled, Side
@@ -54,12 +57,13 @@ class TransferRecording:
             for side in Side
         }
         self._operations: list[tuple[Operation, Sequence[Observation]]] = []
-        now = self._look()
-        self._moments = now, now
+        now, aux = self._look(), self._aux_rows()
+        self._moments, self._aux = (now, now), (aux, aux)
 
     def after(self, operation: Operation, seen: Sequence[Observation] = ()) -> None:
         self._operations.append((operation, seen))
         self._moments = self._moments[1], self._look()
+        self._aux = self._aux[1], self._aux_rows()
 
     def _look(self) -> dict[Peer, Moment]:
         """The memory of every rank of the present lives."""
@@ -67,6 +71,14 @@ class TransferRecording:
             Peer(side, rank, life.incarnation): Moment.of(engine, self._worlds[side])
             for side, life in self._run.router.lives.items()
             for rank, engine in enumerate(life.engines)
+        }
+
+    def _aux_rows(self) -> dict[Peer, Bytes]:
+        """Those of every rank of D's present life, [rows, row bytes] each."""
+        life = self._run.router.lives[Side.DECODE]
+        return {
+            Peer(Side.DECODE, rank, life.incarnation): rows.numpy().copy()
+            for rank, rows in enumerate(life.aux)
         }
 
     def recorded(self, outcome: Outcome) -> Recorded:
@@ -94,17 +106,24 @@ class TransferRecording:
             if found:
                 tables.append(wrong_table(found, f"Rows of {name(peer)} that differ"))
             title = f"Rows of {name(peer)} that the last operation changed"
-            tables.append(changed_rows(world, moments, contents, title))
+            changed = changed_rows(world, moments, contents, title)
+            if peer in self._aux[1]:
+                aux = self._aux[0].get(peer, self._aux[1][peer]), self._aux[1][peer]
+                pools.append(aux_pool(peer, moments, aux, outcome))
+                lines = tuple((f"aux row {row}", "", *said) for row, *said in changed_aux(aux))
+                changed = replace(changed, lines=lines + changed.lines)
+            tables.append(changed)
         return Recorded(
             deeds=tuple(
                 Deed(operation.text, tuple(effects(seen))) for operation, seen in self._operations
             ),
-            timeline=self._timeline(wrong, failed=outcome.failed),
+            blamed=len(self._operations),
+            timeline=self._timeline(wrong, outcome),
             pools=tuple(pools),
             tables=tuple(sorted(tables, key=lambda table: not table.marked)),
         )
 
-    def _timeline(self, wrong: Sequence[tuple[Peer, Wrong]], *, failed: bool) -> Timeline:
+    def _timeline(self, wrong: Sequence[tuple[Peer, Wrong]], outcome: Outcome) -> Timeline:
         wiring = self._run.setup.wiring
         lives = {side: [Peer(side, rank, 0) for rank in range(wiring.ranks[side])] for side in Side}
         requests = [
@@ -127,13 +146,14 @@ class TransferRecording:
                 timeline.marks.append(Mark((timeline.lane(lane), last), operation.text))
             for each in seen:
                 if text := messages.says(each):
-                    last = timeline.row(text)
-                    messages.draw(each, last)
+                    messages.draw(each, timeline.row(text))
         messages.finish()
-        if failed:
-            at = sorted({messages.lane(peer) for peer, _ in wrong})
-            bad = at or sorted({messages.lane(peer) for peer in lives[Side.DECODE]})
-            timeline.marks += [Mark((lane, last), "here the oracle objects", "bad") for lane in bad]
+        if outcome.failed:
+            sentence = outcome.violations[0].sentence
+            if at := sorted({messages.lane(peer) for peer, _ in wrong}):
+                timeline.marks += [Mark((lane, last), sentence, "bad") for lane in at]
+            else:
+                mark(timeline, sentence, last)
         return timeline
 
 
