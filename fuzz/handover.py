@@ -418,10 +418,8 @@ def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None
         digest=run.digest.full,
         events=dict(run.events.seen),
         features=run.coverage.features,
-        ratios={},
         requests=len(run.router.asked),
         tokens=run.tokens,
-        skipped=[],
         setup=str(setup),
     )
 
@@ -436,16 +434,9 @@ def _stillborn(target: Target, tape: Tape, setup: TransferSetup, cause: Exceptio
         values=tape.values,
         bounds=tape.bounds,
         spans=tape.spans,
-        operations=[],
         violations=[crash],
         exact=digest.exact,
         digest=digest.full,
-        events={},
-        features={},
-        ratios={},
-        requests=0,
-        tokens=0,
-        skipped=[],
         setup=str(setup),
     )
 

@@ -201,10 +201,7 @@ def execute(target: Target, tape: Tape, *, most: int, watch: Watch | None = None
         digest=run.digest.full,
         events=dict(run.seen),
         features=run.coverage.features,
-        ratios={},
         requests=len(bounds.rooms),
-        tokens=0,
-        skipped=[],
         setup=described(bounds),
     )
 

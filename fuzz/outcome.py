@@ -39,17 +39,17 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     values: list[int]
     bounds: list[int]
     spans: list[Span]
-    operations: list[Operation]
     violations: list[Violation]
     exact: str
     digest: str
-    events: dict[str, int]
-    features: dict[str, int]
-    ratios: dict[str, float]
-    requests: int
-    tokens: int
-    skipped: list[str]
     setup: str
+    operations: list[Operation] = []
+    events: dict[str, int] = {}
+    features: dict[str, int] = {}
+    ratios: dict[str, float] = {}
+    requests: int = 0
+    tokens: int = 0
+    skipped: list[str] = []
 
     @property
     def failed(self) -> bool:
