@@ -14,7 +14,7 @@ from fuzz.shrinking.case import Case, Values
 Pass = Callable[[Case], Iterator[Values]]
 
 TIERS: tuple[tuple[Pass, ...], ...] = (
-    (operations.without_operations, operations.without_request, setups.plain_setup, numbers.plain),
+    (setups.plain_setup, operations.without_operations, operations.without_request, numbers.plain),
     (
         setups.lower_setup,
         operations.heirs_for_resumed,
