@@ -21,6 +21,8 @@ from fuzz.shrinking.case import (
 
 MANY = 12
 """Small numbers are those below."""
+PAGES = (4, 8, 16, 32)
+"""Sizes of pages, in tokens."""
 
 
 def plain(case: Case) -> Iterator[Values]:
@@ -126,10 +128,11 @@ def fewer_and_numbers(case: Case) -> Iterator[Values]:
 
 
 def _others(case: Case, place: int, value: int) -> Iterable[int]:
-    """What else might stand in a place of the tape: a length near it, or any small number."""
+    """What else might stand in a place of the tape: a length near it or as far into a page, or
+    any small number."""
     operation, column = divmod(place - len(case.setup), WIDTH)
     if case.operations[operation][KIND] == SUBMIT and column >= AMOUNT:
-        return (max(0, value - 1), value + 1)
+        return sorted({max(0, value - 1), value + 1, *(value % page for page in PAGES)})
     return range(MANY)
 
 
@@ -137,10 +140,17 @@ def _added(values: Values, change: dict[int, int]) -> Values:
     return [value + change.get(i, 0) for i, value in enumerate(values)]
 
 
-def scaled(operations: Sequence[Values], multiply: int, divide: int) -> list[Values]:
-    """Prompts and what they share, so many times as long; ends of pages stay ends."""
+def scaled(
+    operations: Sequence[Values], multiply: int, divide: int, *, end: int = 0
+) -> list[Values]:
+    """Prompts and what they share, so many times as long; what lies `end` tokens before the end
+    of a page stays there."""
     return [
-        [*op[:AMOUNT], ((op[AMOUNT] + 1) * multiply - 1) // divide, op[MORE] * multiply // divide]
+        [
+            *op[:AMOUNT],
+            max(0, ((op[AMOUNT] + 1 + end) * multiply - 1) // divide - end),
+            op[MORE] * multiply // divide,
+        ]
         if op[KIND] == SUBMIT
         else op
         for op in operations
@@ -155,9 +165,9 @@ def lengthened(operations: Sequence[Values], more: int) -> list[Values]:
     ]
 
 
-def fewer_later(operations: Sequence[Values]) -> list[Values]:
-    """Numbers one less of all operations that are no submit."""
+def fewer_later(operations: Sequence[Values], less: int) -> list[Values]:
+    """Numbers so much less of all operations that are no submit."""
     return [
-        op if op[KIND] == SUBMIT else [*op[:COUNT], *(max(0, n - 1) for n in op[COUNT:])]
+        op if op[KIND] == SUBMIT else [*op[:COUNT], *(max(0, n - less) for n in op[COUNT:])]
         for op in operations
     ]

@@ -46,23 +46,32 @@ def without_operations(case: Case) -> Iterator[Values]:
 def without_request(case: Case) -> Iterator[Values]:
     """Drop a request with all that concerns it alone; its heirs go to its parent, and others take
     over how long it was."""
-    submits = case.submits()
     for gone in range(case.requests):
-        heritage = case.operations[submits[gone]][WHO] if gone < len(submits) else 0
-        kept = [
-            (op, _renamed(case, op, gone, heritage))
-            for op, about in zip(case.operations, case.about, strict=True)
-            if about != [gone]
+        kept = without(case, gone)
+        yield joined(case.setup, kept)
+        before = [
+            op for op, about in zip(case.operations, case.about, strict=True) if about != [gone]
         ]
-        yield joined(case.setup, [op for _, op in kept])
         led = [
-            [*op[:AMOUNT], op[MORE], op[MORE]] if before[WHO] == gone and op[COUNT] else op
-            for before, op in kept
+            [*op[:AMOUNT], op[MORE], op[MORE]] if was[WHO] == gone and op[COUNT] else op
+            for was, op in zip(before, kept, strict=True)
         ]
         yield joined(case.setup, led)
         long = case.numbers("submit", "decode")
-        most = [[*op[:AMOUNT], MOST, op[MORE]] if op[KIND] in long else op for _, op in kept]
+        most = [[*op[:AMOUNT], MOST, op[MORE]] if op[KIND] in long else op for op in kept]
         yield joined(case.setup, most)
+
+
+def without(case: Case, gone: int) -> list[Values]:
+    """The operations without those that concern request `gone` alone; its heirs go to its
+    parent."""
+    submits = case.submits()
+    heritage = case.operations[submits[gone]][WHO] if gone < len(submits) else 0
+    return [
+        _renamed(case, op, gone, heritage)
+        for op, about in zip(case.operations, case.about, strict=True)
+        if about != [gone]
+    ]
 
 
 def something_else_instead(case: Case) -> Iterator[Values]:

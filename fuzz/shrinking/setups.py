@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fuzz.shrinking.case import (
-    MOST,
-    Case,
-    Values,
-    joined,
-)
+from fuzz.shrinking.case import MOST, Case, Values, joined
 from fuzz.shrinking.numbers import fewer_later, lengthened, scaled
+from fuzz.shrinking.operations import without
 
 
 def plain_setup(case: Case) -> Iterator[Values]:
@@ -36,21 +32,26 @@ def lower_setup(case: Case) -> Iterator[Values]:
             yield joined(changed, ops)
             for multiply, divide in ((1, 2), (1, 4), (2, 1), (4, 1)):
                 yield joined(changed, scaled(ops, multiply, divide))
+            for divide in (2, 4):
+                yield joined(changed, scaled(ops, 1, divide, end=1))
             for more in sorted({1, -1, less, -less, 4}):
                 yield joined(changed, lengthened(ops, more))
-            yield joined(changed, lengthened(fewer_later(ops), 1))
+            for later in (1, 2):
+                yield joined(changed, lengthened(fewer_later(ops, later), later))
 
 
 def other_setup(case: Case) -> Iterator[Values]:
-    """The plainest setup but for one value; or one value goes back and another leaves it.  Prompts
+    """The plainest setup but for one value; or one value goes back and another goes up.  Prompts
     stay as they are, or get as short or as long as they can."""
     setup, plain = case.setup, [0] * case.plain
     short, long = (lengthened(case.operations, more) for more in (-MOST, MOST))
     for j, bound in enumerate(case.bounds[: case.plain]):
-        for value in sorted({1, 2, bound - 1} & set(range(1, bound))):
+        # A bound may depend on what goes back.
+        near = {setup[j] + 1, setup[j] + 2} if setup[j] else set()
+        for value in sorted(near | {1, 2, bound - 1} & set(range(1, bound))):
             setups = [[*plain[:j], value, *plain[j + 1 :]]]
             for i, before in enumerate(setup):
-                if before and i != j and not setup[j]:
+                if before and i != j and setup[j] < value:
                     changed = [*setup]
                     changed[i], changed[j] = 0, value
                     setups.append(changed)
@@ -63,12 +64,15 @@ def other_setup(case: Case) -> Iterator[Values]:
 
 
 def fewer_in_another_setup(case: Case) -> Iterator[Values]:
-    """Delete an operation, and change a value of the setup: a smaller pool fills sooner."""
+    """Delete an operation, or a request, and change a value of the setup: a smaller pool fills
+    sooner."""
+    ops = case.operations
+    fewer = [ops[:j] + ops[j + 1 :] for j in range(len(ops) - 2, -1, -1)]
+    fewer += [without(case, request) for request in range(case.requests)]
     for i, value in enumerate(case.setup):
         for other in sorted({0, case.bounds[i] - 1} - {value}):
-            setup = [*case.setup[:i], other, *case.setup[i + 1 :]]
-            for j in range(len(case.operations) - 2, -1, -1):
-                yield joined(setup, case.operations[:j] + case.operations[j + 1 :])
+            for kept in fewer:
+                yield joined([*case.setup[:i], other, *case.setup[i + 1 :]], kept)
 
 
 def _oddness(setup: Values) -> tuple[int, int]:
