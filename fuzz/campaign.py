@@ -180,6 +180,7 @@ class _Campaign:
         """Shrink what was found, and sum up.  A failure is called by what its smallest case shows:
         of a model run that may be what a stamped run says of the same."""
         plan, total, smallest = self._plan, self._total, Tally()
+        capabilities = systems.load(plan.system).capabilities
         for failure in total.failures.values():
             shown = failure
             with suppress(KeyboardInterrupt):
@@ -198,7 +199,7 @@ class _Campaign:
             seconds=self._seconds(),
             cpu_seconds=total.cpu_seconds,
             events=dict(sorted(total.events.items())),
-            missing=targets.find(plan.target).missing(total.events, plan.pin),
+            missing=targets.find(plan.target).missing(total.events, plan.pin, capabilities),
             failures=sorted(smallest.failures.values(), key=lambda failure: cost(failure.outcome)),
             ratios=total.ratios,
             skipped=total.skipped,

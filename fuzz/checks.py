@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fuzz import mutants, targets
-from fuzz.targets.setup import Pin
+from fuzz.targets.setup import Pin, fitting
 from fuzz.terminal import UsageError
+from reference.contract import System
 
 
 def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
@@ -14,6 +15,20 @@ def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
         raise UsageError(
             f"{target.name} drives ranks of the optimized engine, as its tape says: leave out "
             "--system, --payload, --kpool, --physical-page-size and --row-format."
+        )
+
+
+def check_sizes(system: System, pin: Pin) -> None:
+    """A system that is built in few sizes has none that are pinned otherwise."""
+    if system.sizes and not fitting(system.sizes, pin):
+        geometries = {
+            f"kpool {each.geometry.kpool}, physical page {each.geometry.physical_page_size}, "
+            f"{each.geometry.row_format.value} rows"
+            for each in system.sizes
+        }
+        raise UsageError(
+            f"{system.name} is only built with {' or '.join(sorted(geometries))}: leave out "
+            "--kpool, --physical-page-size and --row-format, or give those."
         )
 
 

@@ -46,7 +46,7 @@ from fuzz.terminal import (
 from fuzz.trend import NightError
 from fuzz.verify.capacity import CapacityError
 from fuzz.verify.mooncake import TraceError
-from fuzz.verify.report import run_verify, tables
+from fuzz.verify.report import check_verifiable, left_out, run_verify, tables
 from reference.contract import ContractError
 from reference.geometry import Geometry, GeometryError, ModelShape, RowFormat
 
@@ -66,6 +66,7 @@ BAD_INPUT = (
     CorpusError,
     NightError,
     systems.UnknownSystem,
+    systems.CannotLoad,
 )
 EXIT_BAD_INPUT = 2
 
@@ -90,6 +91,7 @@ app.command(nightly)
 @app.command
 def verify(
     *,
+    system: str = "optimized",
     trace: Path | None = None,
     quick: bool = False,
     processes: Processes = 2,
@@ -100,6 +102,9 @@ def verify(
 
     Parameters
     ----------
+    system
+        The engine: optimized, or one that computes no model, sglang==VERSION or sglang@PATH, on
+        which the trace is run, cut short.
     trace
         Requests in Mooncake's format, one JSON object a line.  Without it, a trace with the same
         statistics is generated.
@@ -109,9 +114,10 @@ def verify(
         Worker processes.
     """
     check_writable(json)
+    check_verifiable(system)
     with bars(err) as tick:
-        report = run_verify(trace, quick=quick, processes=processes, progress=tick)
-    deliver(out, tables(report), json=json, result=report)
+        report = run_verify(trace, quick=quick, system=system, processes=processes, progress=tick)
+    deliver(out, [*tables(report), *left_out(system)], json=json, result=report)
     return 0 if report.passed else 1
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import systems
 from fuzz import campaign, case, targets
-from fuzz.checks import check_plantable, check_ranks
+from fuzz.checks import check_plantable, check_ranks, check_sizes
 from fuzz.corpus import Corpus
 from fuzz.fleet import fleet
 from fuzz.rarity import Rarity
@@ -75,6 +75,8 @@ def fuzz(
         Stop each after so many.
     seed
         The first seed; they count up from it.
+    system
+        The engine: optimized, reference, sglang==VERSION or sglang@PATH of a checkout.
     ray
         Spread the work over the Ray cluster at this address; `local` starts one here.
     mutant
@@ -100,7 +102,9 @@ def fuzz(
     names = targets.names() if target == ("all",) else tuple(dict.fromkeys(target))
     if not names:
         raise UsageError(f"There is no target: name some of {', '.join(targets.names())}, or all.")
-    systems.load(system)
+    loaded = systems.load(system)
+    system = loaded.name
+    check_sizes(loaded, pin)
     for name in names:
         check_ranks(targets.find(name), system, pin)
         check_plantable(mutant, system, name)

@@ -12,6 +12,7 @@ import torch
 from fuzz import handover, interleave
 from fuzz.coverage import Coverage
 from fuzz.digest import Digest, buffers
+from fuzz.isolation import Teller, crashed, forked
 from fuzz.oracles.containment import Containment
 from fuzz.oracles.exact import Exact
 from fuzz.oracles.metamorphic import Metamorphic
@@ -50,17 +51,34 @@ def execute(
     system: System, target: Target, tape: Tape, *, pin: Pin = NO_PIN, watch: Watch | None = None
 ) -> Outcome:
     """Run `tape` on a fresh engine of `system`; stop at the first step with a violation.  `watch`
-    looks on."""
+    looks on, unless the engine has a process of its own."""
     if target.ranges is None:
         most = pin.operations or target.operations
         return DRIVERS[target.name].execute(target, tape, most=most, watch=watch)
-    if Capability.MODEL not in system.capabilities:
-        pin = msgspec.structs.replace(pin, payload="stamped")
-    if Capability.HISPARSE not in system.capabilities:
-        pin = msgspec.structs.replace(pin, hisparse=False)
-    setup = draw_setup(tape, target.ranges, pin)
-    if Capability.HOST_TIER not in system.capabilities:
-        setup = replace(setup, options=replace(setup.options, host_tier=None))
+    if system.isolated:
+        return _isolated(system, target, tape, pin)
+    return execute_here(system, target, tape, pin=pin, watch=watch)
+
+
+def _isolated(system: System, target: Target, tape: Tape, pin: Pin) -> Outcome:
+    """`execute_here` in a process of its own, whose death is a violation."""
+
+    def work(teller: Teller) -> Outcome:
+        return execute_here(system, target, teller.listened(tape), pin=pin, watch=teller)
+
+    child = forked(work, Outcome)
+    if child.result:
+        return child.result
+    setup = _setup(system, target, Tape(child.values), pin)
+    return crashed(child, target=target.name, setup=str(setup))
+
+
+@torch.inference_mode()
+def execute_here(
+    system: System, target: Target, tape: Tape, *, pin: Pin, watch: Watch | None = None
+) -> Outcome:
+    """`execute` on a single engine, in this process."""
+    setup = _setup(system, target, tape, pin)
     run = Run(system, setup, tape, watch)
     violations = run.play(target, pin.operations or target.operations)
     session, digest = run.session, run.digest(violations)
@@ -81,6 +99,19 @@ def execute(
         skipped=_skipped(system, target),
         setup=str(setup),
     )
+
+
+def _setup(system: System, target: Target, tape: Tape, pin: Pin) -> Setup:
+    """What `tape` builds the engine from, as far as the system can do it."""
+    assert target.ranges is not None, "the target drives a single engine"
+    if Capability.MODEL not in system.capabilities:
+        pin = msgspec.structs.replace(pin, payload="stamped")
+    if Capability.HISPARSE not in system.capabilities:
+        pin = msgspec.structs.replace(pin, hisparse=False)
+    setup = draw_setup(tape, target.ranges, pin, system.sizes)
+    if Capability.HOST_TIER not in system.capabilities:
+        setup = replace(setup, options=replace(setup.options, host_tier=None))
+    return setup
 
 
 def _skipped(system: System, target: Target) -> list[str]:

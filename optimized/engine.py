@@ -68,6 +68,9 @@ class OptimizedEngine:
             {
                 Capability.STAMPED if weights is None else Capability.MODEL,
                 Capability.PREFIX_SHARING,
+                Capability.ANY_CHUNK,
+                Capability.EVERY_CHECKPOINT,
+                Capability.FRUGAL_EVICTION,
                 # a hot buffer has one newest row, and a verify would store several
                 *(() if sizes else (Capability.VERIFY,)),
                 Capability.RAW,

@@ -45,11 +45,22 @@ are ordered, not before something waits for them, or one by one between the two.
 
 
 class Capability(StrEnum):
-    """What an engine can do; a target skips, and says so, what is missing."""
+    """What an engine can do; a target skips, and says so, what is missing.
+
+    ANY_CHUNK         a chunk may end anywhere; without it, one that leaves its prompt unfinished
+                      ends with a logical page.
+    EVERY_CHECKPOINT  keeps the KDA state at every `mamba_track_interval` that a step passes, and
+                      leaves a request's pages up to the last of them in the cache; without it, at
+                      those that it likes.
+    FRUGAL_EVICTION   evicts no more than a step needs; without it, also what an estimate wants.
+    """
 
     STAMPED = "stamped"
     MODEL = "model"
     PREFIX_SHARING = "prefix_sharing"
+    ANY_CHUNK = "any_chunk"
+    EVERY_CHECKPOINT = "every_checkpoint"
+    FRUGAL_EVICTION = "frugal_eviction"
     VERIFY = "verify"
     RAW = "raw"
     HISPARSE = "hisparse"
@@ -403,10 +414,26 @@ class EngineFactory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A geometry, and a shape, that an engine can be built with."""
+
+    geometry: Geometry
+    shape: ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A named engine that a campaign can run: its factory, and what it can do."""
+    """A named engine that a campaign can run: its factory, and what it can do.
+
+    Fields:
+        sizes: all that it can be built with, the plainest first; none if it takes whatever is
+            legal.
+        isolated: it may end the process that it runs in, so each execution has one of its own.
+    """
 
     name: str
     version: str
     factory: EngineFactory
     capabilities: frozenset[Capability] = field(default_factory=frozenset)
+    sizes: tuple[Sizes, ...] = ()
+    isolated: bool = False

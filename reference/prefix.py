@@ -128,7 +128,7 @@ def judge_requests(snapshot: Snapshot, geometry: Geometry) -> list[str]:
                 f"stands for {view.state_position}."
             )
         owners = slots.count(view.slot)
-        if owners > 1:
+        if view.slot is not None and owners > 1:
             found.append(f"ring row {view.slot} of request {request} has {owners} owners.")
     return found
 
@@ -227,7 +227,7 @@ def judge_states(snapshot: Snapshot, *, state_slots: int) -> list[str]:
     tree holds it or the request that took it."""
     held: dict[int, int] = {}
     views = snapshot.holders.values()
-    owned = [[view.state_slot, *view.checkpoints.values()] for view in views]
+    owned = [view.state_slots for view in views]
     for slots in [*owned, *(node.checkpoints.values() for node in snapshot.cached)]:
         for slot in slots:
             held[slot] = held.get(slot, 0) + 1

@@ -61,6 +61,8 @@ class End:
 def places_of(snapshot: Snapshot, request: RequestId, length: int, geometry: Geometry) -> Places:
     """Where an engine must say that the first `length` positions of a request are."""
     view = snapshot.holders[request]
+    assert view.slot is not None, "it has stored positions"
+    assert view.state_slot is not None, "it has stored positions"
     pages = view.pages[: pages_for(length, geometry)]
     first = view.slot * geometry.ring_size
     return Places(

@@ -20,8 +20,9 @@ class RequestView:
     Fields:
         length: positions stored so far.
         pages: its logical pages, in order; the first `shared` of them belong to the tree.
-        slot: its row in the tail ring.
-        state_slot: its row in the state pool.
+        slot: its row in the tail ring; None where an engine gives it one only with its first
+            chunk.
+        state_slot: its row in the state pool; None as `slot`.
         state_position: positions that the state stands for.
         pending: drafts stored by a verify and not yet accepted or rejected.
         checkpoints: prefix length to state slot, for the checkpoints that it took and that the
@@ -31,11 +32,17 @@ class RequestView:
     length: int
     pages: tuple[int, ...]
     shared: int
-    slot: int
-    state_slot: int
+    slot: int | None
+    state_slot: int | None
     state_position: int
     pending: int = 0
     checkpoints: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def state_slots(self) -> tuple[int, ...]:
+        """All rows of the state pool that it holds."""
+        own = () if self.state_slot is None else (self.state_slot,)
+        return (*own, *self.checkpoints.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 
 from reference.contract import Capability, EngineFactory, System
 
-_OWN = frozenset({Capability.STAMPED, Capability.MODEL, Capability.VERIFY})
+_OWN = frozenset({Capability.STAMPED, Capability.MODEL, Capability.VERIFY, Capability.ANY_CHUNK})
 # A system's module is imported when it is asked for: a foreign engine may need what is not here.
 _KNOWN: dict[str, tuple[str, frozenset[Capability]]] = {
     "reference": ("reference.engine", _OWN),
     "optimized": ("optimized.engine", frozenset(Capability)),
 }
+_FOREIGN = {"sglang": ("sglang==VERSION", "sglang@PATH")}
+"""Packages of this one that offer `system`, and what the names of their systems look like."""
 
 
 class UnknownSystem(ValueError):
     """No system has that name; the message lists those that there are."""
 
 
-def names() -> tuple[str, ...]:
-    """The names that `load` takes."""
-    return tuple(_KNOWN)
+class CannotLoad(RuntimeError):
+    """There is such a system, but not here, or not so; the message names the cure."""
 
 
 def load(name: str) -> System:
@@ -30,14 +33,40 @@ def load(name: str) -> System:
 
     Raises:
         UnknownSystem: with one sentence that lists the known names.
+        CannotLoad: what it needs cannot be had.
     """
+    if package := foreign(name):
+        found: System = import_module(f"systems.{package}").system(name)
+        return found
     if name not in _KNOWN:
-        raise UnknownSystem(f"There is no system {name!r}: choose one of {', '.join(_KNOWN)}.")
+        known = [*_KNOWN, *(form for forms in _FOREIGN.values() for form in forms)]
+        raise UnknownSystem(f"There is no system {name!r}: choose one of {', '.join(known)}.")
     module, capabilities = _KNOWN[name]
     factory: EngineFactory = import_module(module).factory
     return System(
         name=name, version=version("kvoracle"), factory=factory, capabilities=capabilities
     )
+
+
+def foreign(name: str) -> str | None:
+    """The package that the system called `name` is of, if it is somebody else's."""
+    package = re.split("==|@", name, maxsplit=1)[0]
+    return package if package in _FOREIGN and package != name else None
+
+
+def releases(package: str) -> list[str]:
+    """The versions of a foreign package that are known here, the oldest first."""
+    return list(import_module(f"systems.{package}").RELEASES)
+
+
+def unpacked(package: str, version: str) -> Path:
+    """The folder PATH of a foreign package's release, for which `package@PATH` is a system.
+
+    Raises:
+        CannotLoad: it can neither be found nor fetched.
+    """
+    folder: Path = import_module(f"systems.{package}.wheels").unpacked(version)
+    return folder
 
 
 def load_ranks() -> ModuleType:

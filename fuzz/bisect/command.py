@@ -9,12 +9,14 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
+import systems
 from fuzz import case
 from fuzz.bisect.components import blame
 from fuzz.bisect.components import shown as blame_shown
 from fuzz.bisect.posterior import require_library
+from fuzz.bisect.releases import Releases
 from fuzz.bisect.revisions import Revisions
-from fuzz.bisect.running import by_command, by_replay
+from fuzz.bisect.running import Runner, by_command, by_replay, by_system
 from fuzz.bisect.search import Verdict
 from fuzz.bisect.versions import Versions, first_bad, shown
 from fuzz.bisect.wheels import Wheels
@@ -78,7 +80,8 @@ def bisect(
     run
         Shell command in the version's folder, which is on PYTHONPATH, with the case's path in
         KVORACLE_CASE: exit status 0 is good, 1 is bad, any other skips.  Without it, the case is
-        replayed with the KVOracle of that version.
+        replayed with the KVOracle of that version; one of another system, such as SGLang, with
+        this KVOracle and that version of the system.
     flaky
         The case fails only sometimes: run versions until the posterior is clear.
     confidence
@@ -116,6 +119,9 @@ def bisect(
     opened: AbstractContextManager[Versions]
     if repo is not None:
         opened = Revisions(repo, good=good, bad=bad, build=build, timeout_s=timeout_s)
+    elif wheels == systems.foreign(saved.system) and run is None:
+        assert wheels is not None
+        opened = nullcontext(Releases(wheels, good=good, bad=bad))
     else:
         assert wheels is not None, "one of the three was given"
         opened = nullcontext(Wheels(wheels, good=good, bad=bad, cache=cache))
@@ -123,18 +129,26 @@ def bisect(
     with opened as versions:
         result = first_bad(
             versions,
-            by_command(run, path, timeout_s=timeout_s)
-            if run
-            else by_replay(saved, path, timeout_s=timeout_s),
+            _runner(saved, path, run, timeout_s=timeout_s),
             flaky=flaky,
             confidence=confidence,
             checks=checks or (COMMAND_CHECKS if run else REPLAY_CHECKS),
             tell=_teller(),
         )
+        if isinstance(versions, Releases):
+            result = versions.dated(result)
     deliver(out, shown(result), json=json, result=result)
     if result.interrupted:
         return EXIT_INTERRUPTED
     return 0 if result.decided else 1
+
+
+def _runner(saved: case.Case, file: Path, command: str | None, *, timeout_s: int) -> Runner:
+    if command:
+        return by_command(command, file, timeout_s=timeout_s)
+    if systems.foreign(saved.system):
+        return by_system(saved, timeout_s=timeout_s)
+    return by_replay(saved, file, timeout_s=timeout_s)
 
 
 def _over_components(saved: case.Case, file: Path, *, json: Path | None) -> int:

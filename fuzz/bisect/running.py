@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+import systems
 from fuzz.bisect.search import Verdict
-from fuzz.case import Case
+from fuzz.case import Case, save
 from fuzz.step import Violation
 
 CASE_VARIABLE = "KVORACLE_CASE"
@@ -122,30 +123,61 @@ def by_command(command: str, case: Path, *, timeout_s: int) -> Runner:
 
 
 def by_replay(saved: Case, case: Path, *, timeout_s: int) -> Runner:
-    """Replays the case with the KVOracle in the folder, and no other.  Bad is only the failure
-    that was saved: a version that fails in another way says nothing of this one, nor does one
-    that crashes, which exits with 1 as well."""
-    signature = saved.violations[0].signature if saved.violations else ""
+    """Replays the case with the KVOracle in the folder, and no other."""
+
+    def run(folder: Path) -> tuple[Verdict, str]:
+        env = environment(**_on_path(folder))
+        command = [sys.executable, "-c", OWN_REPLAY]
+        return _replayed(command, saved, case, folder=folder, env=env, timeout_s=timeout_s)
+
+    return run
+
+
+def by_system(saved: Case, *, timeout_s: int) -> Runner:
+    """Replays the case with this KVOracle, and with the foreign system that lies in the folder."""
+    package = systems.foreign(saved.system)
 
     def run(folder: Path) -> tuple[Verdict, str]:
         with tempfile.TemporaryDirectory() as scratch:
-            result = Path(scratch) / "result.json"
-            replay = ["replay", str(case), "--json", str(result)]
-            command = [sys.executable, "-c", OWN_REPLAY, *replay]
-            env = environment(**_on_path(folder))
-            status, line = finish(command, folder=folder, env=env, timeout_s=timeout_s)
-            found = _violations(result)
-        if status == NOT_ITS_OWN:
-            return "skip", line
-        if status == 0:
-            return "good", ""
-        if status != 1 or not found:
-            return "skip", f"the replay exited with {status}: {line}"
-        if found[0].signature != signature:
-            return "skip", f"it fails otherwise: {found[0].signature}: {found[0].sentence}"
-        return "bad", ""
+            case = Path(scratch) / "case.json"
+            save(msgspec.structs.replace(saved, system=f"{package}@{folder}"), case)
+            command = [sys.executable, "-m", "fuzz.cli"]
+            # not in the version's folder, from which Python would import what is called like ours
+            where = Path(scratch)
+            return _replayed(
+                command, saved, case, folder=where, env=environment(), timeout_s=timeout_s
+            )
 
     return run
+
+
+def _replayed(
+    command: Sequence[str],
+    saved: Case,
+    case: Path,
+    *,
+    folder: Path,
+    env: Mapping[str, str],
+    timeout_s: int,
+) -> tuple[Verdict, str]:
+    """What the replay of the case at `case` by a command line says.  Bad is only the failure that
+    was saved: a version that fails in another way says nothing of this one, nor does one that
+    crashes, which exits with 1 as well."""
+    signature = saved.violations[0].signature if saved.violations else ""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        replay = [*command, "replay", str(case), "--json", str(result)]
+        status, line = finish(replay, folder=folder, env=env, timeout_s=timeout_s)
+        found = _violations(result)
+    if status == NOT_ITS_OWN:
+        return "skip", line
+    if status == 0:
+        return "good", ""
+    if status != 1 or not found:
+        return "skip", f"the replay exited with {status}: {line}"
+    if found[0].signature != signature:
+        return "skip", f"it fails otherwise: {found[0].signature}: {found[0].sentence}"
+    return "bad", ""
 
 
 def _on_path(folder: Path) -> dict[str, str]:

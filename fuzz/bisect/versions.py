@@ -57,6 +57,7 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
         suspects: the most probable first; without `flaky` one entry, of probability 1.
         names: all versions, the good end first, which the `runs` count from 0.
         interrupted: whether Ctrl-C ended it, so that `suspects` is what is left.
+        mended: of a search back in time that is decided, the version that came after the bad one.
     """
 
     flaky: bool
@@ -65,6 +66,7 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str]
     runs: list[Run]
     interrupted: bool
+    mended: str | None = None
 
     @property
     def verdicts(self) -> int:
@@ -195,6 +197,8 @@ def shown(result: Bisected) -> Iterator[RenderableType]:
     if result.decided:
         chance = f", with probability {first.chance:.4f}" if result.flaky else ""
         yield Text.assemble("first bad: ", (_named(first), "bold"), chance)
+        if result.mended:
+            yield Text.assemble("going back in time; first good: ", (result.mended, "bold"))
     elif len(first.names) > 1:
         yield f"The first bad version is one of {len(first.names):,}:"
         pairs = zip(first.names[:MOST_LISTED], first.titles, strict=False)

@@ -129,7 +129,8 @@ class Containment:
         geometry, running = self._world.geometry, step.after.requests
         if component is Component.TAIL:
             ring = geometry.ring_size
-            for slot in (0, *(running[r].slot for r in step.calls & running.keys())):
+            slots = (running[r].slot for r in step.calls & running.keys())
+            for slot in (0, *(slot for slot in slots if slot is not None)):
                 new[slot * ring : (slot + 1) * ring] = True
         elif component is Component.STATE:
             slots = _state_slots(step, step.before) | _state_slots(step, step.after)
@@ -206,7 +207,7 @@ def _state_slots(step: Step, snapshot: Snapshot) -> set[int]:
     slots = {0}
     for request in step.calls & snapshot.requests.keys():
         account = snapshot.requests[request]
-        slots |= {account.state_slot, *account.checkpoints.values()}
+        slots |= set(account.state_slots)
     for node in snapshot.cached:
         slots |= set(node.checkpoints.values())
     return slots

@@ -35,6 +35,7 @@ class Exact:
         fresh = world.engine.inspect()
         self._pages, self._states = len(fresh.free_pages) + 1, len(fresh.free_states) + 1
         self._shares = Capability.PREFIX_SHARING in world.engine.capabilities
+        self._every = Capability.EVERY_CHECKPOINT in world.engine.capabilities
         self._history = History(world)
 
     def check(self, step: Step) -> list[Violation]:
@@ -53,7 +54,7 @@ class Exact:
                 "owners": judge_owners(after),
                 "pages": judge_pages(after, pages=self._pages),
                 "states": judge_states(after, state_slots=self._states),
-                "insert": [s for client in step.inserted for s in self._insert(client, after)],
+                "insert": [s for c in step.inserted if self._every for s in self._insert(c, after)],
                 "evict": self._evicted(step),
             }
         found = [Violation(self.name, part, s) for part, said in parts.items() for s in said]
@@ -180,7 +181,8 @@ class Exact:
 
     def _has_room(self, step: Step) -> bool:
         """Whether the refused step's needs, counted generously, could have been met.  A state
-        for each position's checkpoint and draft is more than any step takes."""
+        for each position's checkpoint and draft is more than any step takes; a request that has
+        no state yet takes one, and one in which to keep its next checkpoint."""
         world, before = self._world, step.before
         if any(request not in before.requests for request in step.calls):
             # The only evictable state may be the checkpoint that the request itself resumes at.
@@ -192,7 +194,7 @@ class Exact:
             client, view = world.clients[request], before.requests[request]
             stop = len(client.tokens) + max(8, world.geometry.max_drafts)
             pages += pages_for(stop, world.geometry) - len(view.pages)
-            states += _states_within(view, stop, world)
+            states += _states_within(view, stop, world) + 2 * (view.state_slot is None)
         return pages <= spare_pages(before) + len(_evictable_pages(before)) and states <= len(
             before.free_states
         ) + _evictable_states(before)

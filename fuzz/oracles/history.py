@@ -16,7 +16,7 @@ import msgspec
 
 from fuzz.oracles.standings import Restoration, matching, restoration
 from fuzz.step import Step, World
-from reference.contract import CachedNode, Snapshot
+from reference.contract import CachedNode, Capability, Snapshot
 from reference.prefix import cached_prefixes
 
 
@@ -137,7 +137,8 @@ class History:
             yield f"'{step.text}' evicted {lost} pages; {counted} are counted."
         if lost == counted:
             yield from self._older_left(step, gone)
-            yield from self._needless(step, gone)
+            if Capability.FRUGAL_EVICTION in self._world.engine.capabilities:
+                yield from self._needless(step, gone)
 
     def _older_left(self, step: Step, gone: Sequence[Gone]) -> Iterator[str]:
         parents = {node.parent for node in step.after.cached}

@@ -152,7 +152,9 @@ class Finder:
     def _holdings(self, snapshot: Snapshot) -> Iterable[tuple[str, Held, U64]]:
         for request, view in snapshot.requests.items():
             client = self._world.clients[request]
-            states = {**view.checkpoints, view.state_position: view.state_slot}
+            states = dict(view.checkpoints)
+            if view.state_slot is not None:
+                states[view.state_position] = view.state_slot
             stop, rows = min(view.length, client.length), row_pages(view.pages, snapshot)
             saved = min(stop, _saved(request, snapshot))
             held = Held(view.pages, rows, 0, stop, saved, states, view.slot)

@@ -86,6 +86,7 @@ def rings(snapshot: Snapshot) -> Held:
         _grouped(
             (view.slot, _request(request, "keeps its tail here"))
             for request, view in snapshot.holders.items()
+            if view.slot is not None
         )
     )
 
@@ -95,6 +96,7 @@ def states(snapshot: Snapshot) -> Held:
     held = [
         (view.state_slot, _request(request, f"state after {view.state_position} tokens"))
         for request, view in snapshot.holders.items()
+        if view.state_slot is not None
     ]
     held += [
         (slot, _request(request, f"checkpoint at {length}"))

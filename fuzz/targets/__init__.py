@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from fuzz.targets.setup import Pin, Ranges
+from reference.contract import Capability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class Target:
         required: events that a campaign of a few hundred executions must have seen.
         stamped_only: those of them that no model run can show.
         narrowed: those that a pin rules out, by its field and value.
+        needs: those that an engine without a capability cannot show.
         operations: most operations of a run.
     """
 
@@ -27,14 +29,20 @@ class Target:
     weights: Mapping[str, float] = field(default_factory=dict)
     stamped_only: frozenset[str] = frozenset()
     narrowed: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
+    needs: Mapping[Capability, frozenset[str]] = field(default_factory=dict)
     operations: int = 24
 
-    def missing(self, seen: Mapping[str, int], pin: Pin) -> list[str]:
-        """The required events that are not among those seen; a campaign owes only what its pins
-        let it show."""
+    def missing(
+        self, seen: Mapping[str, int], pin: Pin, capabilities: Collection[Capability] | None = None
+    ) -> list[str]:
+        """The required events that are not among those seen; a campaign owes only what its pins,
+        and the capabilities of its system (None has them all), let it show."""
         owed = self.required - (self.stamped_only if pin.payload == "model" else frozenset())
         for (name, value), events in self.narrowed.items():
             if getattr(pin, name) == value:
+                owed -= events
+        for capability, events in self.needs.items():
+            if capabilities is not None and capability not in capabilities:
                 owed -= events
         return sorted(event for event in owed if not seen.get(event))
 

@@ -23,6 +23,7 @@ class Events:
     def observe(self, step: Step) -> None:
         """Count what `step` shows."""
         self._admission(step)
+        self._slots(step)
         self._writes(step)
         self._memory(step)
         self._moves.observe(step)
@@ -38,7 +39,6 @@ class Events:
         if client is None:
             return
         geometry, resumed = self._world.geometry, not step.text.startswith("submit")
-        view = step.after.requests[client.request]
         beyond = 0 < step.hit < step.shared
         self._count(
             hit=step.hit > 0 and not resumed,
@@ -51,11 +51,19 @@ class Events:
                 beyond and step.shared % geometry.logical_page_size != 0
             ),
             hit_after_eviction=step.hit > 0 and step.before.evicted_pages > 0,
-            ring_slot_reused=view.slot in self._ring_slots,
-            state_slot_reused=view.state_slot in self._state_slots,
         )
-        self._ring_slots.add(view.slot)
-        self._state_slots.add(view.state_slot)
+
+    def _slots(self, step: Step) -> None:
+        """Of requests that have just got a ring and a state."""
+        for request in step.calls & step.after.requests.keys():
+            before, view = step.before.requests.get(request), step.after.requests[request]
+            if view.slot is not None and (before is None or before.slot is None):
+                self._count(
+                    ring_slot_reused=view.slot in self._ring_slots,
+                    state_slot_reused=view.state_slot in self._state_slots,
+                )
+                self._ring_slots.add(view.slot)
+                self._state_slots.add(view.state_slot)
 
     def _writes(self, step: Step) -> None:
         kpool = self._world.geometry.kpool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fuzz.targets import Target
 from fuzz.targets.setup import Ranges
+from reference.contract import Capability
 
 PREFIX_SPLIT = Target(
     name="prefix_split",
@@ -44,6 +45,10 @@ PREFIX_SPLIT = Target(
             "hit_after_eviction",
         }
     ),
+    needs={
+        Capability.VERIFY: frozenset({"rejected_draft_closed_group"}),
+        Capability.ANY_CHUNK: frozenset({"group_mixing_ring_and_chunk"}),
+    },
     narrowed={
         ("kpool", 1): frozenset({"hit_then_diverged_inside_group", "group_mixing_ring_and_chunk"})
     },

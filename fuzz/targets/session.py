@@ -243,6 +243,8 @@ class Session:
             min(len(c.tokens), c.length + others) if others else len(c.tokens) for c in clients[1:]
         ]
         pairs = list(zip(clients, stops, strict=True))
+        if Capability.ANY_CHUNK not in self.world.engine.capabilities:
+            pairs = [(c, self._with_page(c, stop)) for c, stop in pairs]
         step = self._begin("extend " + ", ".join(f"{c.name} to {stop}" for c, stop in pairs))
         step.calls.update(c.request for c in clients)
         chunks = [self._chunk(c, stop) for c, stop in pairs]
@@ -258,6 +260,12 @@ class Session:
             if stop == len(client.tokens):
                 step.inserted.append(client)
         return step
+
+    def _with_page(self, client: Client, stop: int) -> int:
+        """The last end of a logical page up to `stop`, or of the prompt if there is none."""
+        size, whole = self.world.geometry.logical_page_size, len(client.tokens)
+        end = stop if stop == whole else stop // size * size
+        return end if end > client.length else whole
 
     def _chunk(self, client: Client, stop: int) -> Chunk:
         if not self.world.stamped:

@@ -15,7 +15,7 @@ import msgspec
 
 from fuzz.tape import Tape
 from reference.addressing import pages_for
-from reference.contract import EngineOptions, HiSparse, HostTier, PageOrder, Weights
+from reference.contract import EngineOptions, HiSparse, HostTier, PageOrder, Sizes, Weights
 from reference.geometry import PACKED_BLOCK, Geometry, ModelShape, RowFormat
 from reference.occupancy import hot_rows
 from reference.weights import random_weights
@@ -153,10 +153,11 @@ class Setup:
         return text
 
 
-def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
-    """Read a setup off the tape.  `options.ape` is still to be filled in."""
+def draw_setup(tape: Tape, ranges: Ranges, pin: Pin, sizes: Sequence[Sizes] = ()) -> Setup:
+    """Read a setup off the tape, with one of `sizes` if there are any.  `options.ape` is still to
+    be filled in."""
     with tape.span("setup"):
-        setup = _draw_plain(tape, ranges, pin)
+        setup = _draw_plain(tape, ranges, pin, sizes)
         # Only targets that may use them pay for these draws.
         if ranges.tier:
             setup = _with_tier(setup, tape, ranges.tier)
@@ -165,7 +166,7 @@ def draw_setup(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
     return setup
 
 
-def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
+def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin, sizes: Sequence[Sizes]) -> Setup:
     """A setup without HiSparse."""
     payload: Payload = _pick(tape, pin.payload, ("stamped", "model"), (MODEL_ODDS - 1, 1))
     kpool = _pick(tape, pin.kpool, (1, 2, 4), (1, 3, 3))
@@ -196,6 +197,10 @@ def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
     shape = MODEL_SHAPE
     if payload == "stamped":
         shape = TWO_BLOCKS if two_blocks else STAMPED_SHAPE
+    if fits := fitting(sizes, pin):
+        # what was drawn of them above counts for nothing
+        built = fits[tape.draw(len(fits))]
+        geometry, shape, interval = built.geometry, built.shape, built.geometry.mamba_track_interval
     longest = min(pages * geometry.logical_page_size, interval * 2 + geometry.logical_page_size)
     prompt = min(longest, pin.max_tokens or longest)
     return Setup(
@@ -212,6 +217,17 @@ def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin) -> Setup:
         max_tokens=prompt,
         max_length=prompt + geometry.logical_page_size,
     )
+
+
+def fitting(sizes: Sequence[Sizes], pin: Pin) -> list[Sizes]:
+    """Those of `sizes` whose geometry is as pinned."""
+    names = ("kpool", "physical_page_size", "row_format", "round_scale", "max_drafts")
+    pinned = {name: value for name in names if (value := getattr(pin, name)) is not None}
+    return [
+        each
+        for each in sizes
+        if all(getattr(each.geometry, name) == value for name, value in pinned.items())
+    ]
 
 
 def _with_tier(setup: Setup, tape: Tape, sizes: Sequence[tuple[int, int]]) -> Setup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fuzz.targets import Target
 from fuzz.targets.setup import Ranges
+from reference.contract import Capability
 
 SLOT_REUSE = Target(
     name="slot_reuse",
@@ -41,6 +42,10 @@ SLOT_REUSE = Target(
             "chunk_inside_prompt",
         }
     ),
+    needs={
+        Capability.VERIFY: frozenset({"rejected_draft_closed_group"}),
+        Capability.ANY_CHUNK: frozenset({"group_mixing_ring_and_chunk"}),
+    },
     narrowed={("kpool", 1): frozenset({"group_mixing_ring_and_chunk"})},
     operations=32,
 )

@@ -33,10 +33,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Fields:
         trace: a file in Mooncake's format; None generates one with the same statistics.
         quick: small sizes, for a first look.
+        system: the engine that stands in the place of the optimized one.
     """
 
     trace: str | None = None
     quick: bool = False
+    system: str = "optimized"
 
     def requests(self) -> list[TraceRequest]:
         """The trace's requests, in order of arrival."""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fuzz.targets.setup import MODEL_SHAPE
-from fuzz.verify import capacity, copying, numeric, parity, recall
+from fuzz.verify import capacity, copying, foreign, numeric, parity, recall
 from fuzz.verify.mooncake import generate_trace
 from fuzz.verify.part import (
     FAULT,
@@ -43,10 +43,10 @@ FAULTY_REQUESTS = 60
 
 
 def run(name: str, plan: Plan, tick: Tick) -> Part:
-    """Run the part called `name` (a key of PARTS).  One that breaks down has failed."""
+    """Run the part called `name` (a key of PARTS or FOREIGN).  One that breaks down has failed."""
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        part = PARTS[name](plan, tick)
+        part = (PARTS | FOREIGN)[name](plan, tick)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         check = Check(name="runs to its end", measured=what, bar="no exception", passed=False)
@@ -262,6 +262,9 @@ PARTS: dict[str, PartFunction] = {
     "(f) HiSparse on and off": _parity,
 }
 """All parts, in the order of the report."""
+
+FOREIGN: dict[str, PartFunction] = {"(c, e) trace, cut short": foreign.trace}
+"""The parts of an engine that computes no model."""
 
 LONGEST_FIRST = ("(c, e) trace", "(f) HiSparse on and off", "(e) numeric")
 """The parts to start with, so that all workers end at about the same time."""

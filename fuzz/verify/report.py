@@ -20,10 +20,12 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from fuzz.terminal import UsageError
 from fuzz.verify import parts
 from fuzz.verify.part import Part, Plan, peak_mib
 from fuzz.verify.trace import check_fits
 from fuzz.workers import workers
+from systems import foreign, load
 
 Progress = Callable[[str, int, int], None]
 """Called with a part's name, the units done and the units in all."""
@@ -52,7 +54,8 @@ def run_verify(
     trace: Path | None,
     *,
     quick: bool = False,
-    only: Sequence[str] = tuple(parts.PARTS),
+    system: str = "optimized",
+    only: Sequence[str] | None = None,
     processes: int = 2,
     progress: Progress = lambda part, done, total: None,
 ) -> Report:
@@ -61,7 +64,9 @@ def run_verify(
     Args:
         trace: a file in Mooncake's format; None generates one with the same statistics.
         quick: small sizes, for a first look; the bars that need the full size shrink with it.
-        only: the parts to run, keys of `parts.PARTS`.
+        system: the engine to judge.
+        only: the parts to run, keys of `parts.PARTS`, or for a foreign engine of `parts.FOREIGN`;
+            without it, all.
         processes: worker processes.
 
     Raises:
@@ -69,11 +74,12 @@ def run_verify(
             pool; found before anything runs.
     """
     began = time.perf_counter()
-    plan = Plan(trace=str(trace) if trace else None, quick=quick)
-    if trace is not None:
+    plan = Plan(trace=str(trace) if trace else None, quick=quick, system=system)
+    known = parts.FOREIGN if foreign(system) else parts.PARTS
+    if trace is not None and known is parts.PARTS:
         check_fits(plan.requests(), pages=parts.trace_pages(plan))
-    done = dict(_run(plan, only, processes, progress))
-    ordered = tuple(done[name] for name in parts.PARTS if name in done)
+    done = dict(_run(plan, tuple(known) if only is None else only, processes, progress))
+    ordered = tuple(done[name] for name in known if name in done)
     workers: dict[int, int] = {}
     for part in ordered:
         workers[part.worker] = max(part.peak_mib, workers.get(part.worker, 0))
@@ -85,6 +91,24 @@ def run_verify(
         trace=str(trace) if trace else "generated",
         parts=ordered,
     )
+
+
+def check_verifiable(system: str) -> None:
+    """Refuse, before anything runs, an engine that there is nothing to judge of.
+
+    Raises:
+        UsageError, UnknownSystem, CannotLoad: with one sentence.
+    """
+    if system == "reference":
+        raise UsageError("verify judges by the reference: leave out --system, or name another one.")
+    load(system)
+
+
+def left_out(system: str) -> Iterator[Text]:
+    """What is not run of a foreign engine, and why."""
+    if foreign(system):
+        names = "; ".join(parts.PARTS)
+        yield Text(f"Not run, since {system} computes no model here, or too slowly: {names}.")
 
 
 def tables(report: Report) -> Iterator[Table]:

@@ -140,13 +140,16 @@ class TraceRunner:
         trace: Sequence[TraceRequest],
         *,
         geometry: Geometry = GEOMETRY,
+        shape: ModelShape = SHAPE,
         pages: int = PAGES,
         batch: int = BATCH,
+        states_of_hits: bool = True,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         """Args:
         pages: logical pages of the pool, padding page included.
         batch: most requests that run at once.
+        states_of_hits: whether a request has its state before its first chunk.
         progress: called with the number of finished requests.
 
         Raises:
@@ -157,11 +160,12 @@ class TraceRunner:
             pages=pages,
             state_slots=pages + batch + 1,
             max_requests=batch,
-            ape=Stamper(geometry, SHAPE).ape,
+            ape=Stamper(geometry, shape).ape,
         )
-        self.engine: Engine = factory(geometry, SHAPE, options)
+        self.engine: Engine = factory(geometry, shape, options)
         # the engine's own geometry: a faulty one may checkpoint at other lengths
-        self.stamper = Stamper(self.engine.geometry, SHAPE)
+        self.stamper = Stamper(self.engine.geometry, shape)
+        self.shape, self.states_of_hits = shape, states_of_hits
         self.free_at_start = _free(self.engine)
         self.page = geometry.logical_page_size
         self.pages, self.batch, self.progress = pages, batch, progress
@@ -214,7 +218,7 @@ class TraceRunner:
                 self.counts.hits += 1
                 self.counts.hit_tokens += hit
                 self.counts.hit_remainders[hit % self.page] += 1
-                self._read_back(job, f"after a hit of {hit} tokens")
+                self._read_back(job, f"after a hit of {hit} tokens", state=self.states_of_hits)
         return bool(self.prefilling)
 
     def _next(self) -> _Job | None:
@@ -223,8 +227,8 @@ class TraceRunner:
         if not self.arrivals:
             return None
         number, request = self.arrivals.popleft()
-        answer = output_tokens(number, request.output_length - 1, vocab=SHAPE.vocab)
-        tokens = np.concatenate([prompt_tokens(request, vocab=SHAPE.vocab), answer])
+        answer = output_tokens(number, request.output_length - 1, vocab=self.shape.vocab)
+        tokens = np.concatenate([prompt_tokens(request, vocab=self.shape.vocab), answer])
         return _Job(
             request=RequestId(number),
             tokens=tokens,
@@ -308,11 +312,12 @@ class TraceRunner:
         self.crowded = True
         self.counts.retractions += 1
 
-    def _read_back(self, job: _Job, when: str) -> None:
-        """Read all rows that `job` has stored, and compare them with its own stamps."""
+    def _read_back(self, job: _Job, when: str, *, state: bool = True) -> None:
+        """Read all rows that `job` has stored, its `state` among them, and compare them with its
+        own stamps."""
         stamper, kpool = self.stamper, self.engine.geometry.kpool
         groups = job.length // kpool
-        for layer in range(len(SHAPE.dsa_layers)):
+        for layer in range(len(self.shape.dsa_layers)):
             kv = stamper.expected_kv(job.chain, 0, job.length, layer)
             self._compare(job, Component.KV, layer, 0, kv, when)
             index = stamper.expected_index(job.chain, 0, groups, layer)
@@ -320,9 +325,9 @@ class TraceRunner:
             if groups * kpool < job.length:
                 tail = stamper.expected_tail(job.chain, groups * kpool, job.length, layer)
                 self._compare(job, Component.TAIL, layer, groups * kpool, tail, when)
-        for layer in range(len(SHAPE.kda_layers)):
-            state = stamper.expected_state(job.chain, np.array([job.length]), layer)
-            self._compare(job, Component.STATE, layer, 0, state, when)
+        for layer in range(len(self.shape.kda_layers) if state else 0):
+            expected = stamper.expected_state(job.chain, np.array([job.length]), layer)
+            self._compare(job, Component.STATE, layer, 0, expected, when)
 
     def _compare(
         self,
