@@ -1,0 +1,1 @@
+"""What was found in SGLang: a page each, and the scenario that shows it on a release."""
