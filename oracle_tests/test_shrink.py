@@ -90,6 +90,7 @@ def test_41494_is_found_and_shrunk_to_one_minimum_from_ten_seeds(faulty):
     assert minima.pop()[1] == "provenance/index"
 
 
+@pytest.mark.timeout(900)  # a minute of CPU, and a busy machine gives it little
 def test_the_minimum_of_41494_is_the_least_failing_run_of_a_tiny_geometry(faulty):
     """Every run of up to three operations on prompts of a page and a half, in all ways to share
     and to chunk; and every longer run of two operations."""
