@@ -16,6 +16,7 @@ def test_pooled_keys_of_a_shared_page_are_overwritten(release):
     assert any(wrong["index"] for wrong in on(release, "life")["wrong"])
 
 
+@pytest.mark.timeout(900)  # minutes of CPU, in an interpreter
 def test_prefix_split_finds_it_and_shrinks_it_to_three_requests():
     found = on("0.5.21", "hunt", 60)
     assert found["signatures"] == [SIGNATURE]
