@@ -6,7 +6,6 @@ in units that end inside an index page.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,9 @@ import numpy as np
 from fuzz.mutants.registry import Body, mutant
 from reference.contract import Capability, EngineOptions
 from reference.geometry import Geometry
+from reference.physical_pages import in_physical_pages
 
 ENGINE = "optimized.engine.OptimizedEngine.__init__"
-
-
-class PhysicalPages(Geometry):
-    """A geometry that allocates, shares and keeps checkpoints in physical pages."""
-
-    @property
-    def logical_page_size(self) -> int:
-        return self.physical_page_size
 
 
 def _in_physical_pages(
@@ -35,12 +27,8 @@ def _in_physical_pages(
     *weights_and_group: Any,
 ) -> None:
     """Build the engine over pages of physical size, of which as many tokens are there."""
-    sizes = {field.name: getattr(geometry, field.name) for field in fields(geometry)}
-    sizes["mamba_track_interval"] //= geometry.kpool
-    more = {
-        name: (getattr(options, name) - 1) * geometry.kpool + 1 for name in ("pages", "state_slots")
-    }
-    original(engine, PhysicalPages(**sizes), shape, replace(options, **more), *weights_and_group)
+    geometry, options = in_physical_pages(geometry, options)
+    original(engine, geometry, shape, options, *weights_and_group)
 
 
 def _head_page_slots(original: Body, geometry: Geometry, table: Any, row: Any, groups: Any) -> Any:

@@ -8,7 +8,7 @@ computes.  What it says of its memory it reads from SGLang's own tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from reference.contract import (
     proceed,
 )
 from reference.geometry import Geometry, ModelShape, RowFormat
+from reference.physical_pages import in_physical_pages
 from systems.sglang import setting
 from systems.sglang.accounts import Accounts, Running
 from systems.sglang.budget import Budget
@@ -48,14 +49,6 @@ INDEX_DIM, PHYSICAL_PAGE = 128, 64
 MOST_TOKENS = 4096
 """Positions of a request that its page table has room for."""
 NOT_OFFERED = "the SGLang engine does not offer {}: take a target that does without."
-
-
-class PhysicalPages(Geometry):
-    """The geometry of a release whose allocator, tree and checkpoints go by physical pages."""
-
-    @property
-    def logical_page_size(self) -> int:
-        return self.physical_page_size
 
 
 SHAPE = ModelShape(
@@ -122,7 +115,7 @@ class SGLangEngine:
     ) -> None:
         _require_fitting(geometry, shape, options)
         if not release.differences.logical_pages:
-            geometry, options = _in_physical_pages(geometry, options)
+            geometry, options = in_physical_pages(geometry, options)
         # one slot more for each request, in which SGLang keeps the state that it tracks
         options = replace(options, state_slots=options.state_slots + options.max_requests)
         self.geometry, self.shape = geometry, shape
@@ -294,17 +287,6 @@ def _joined(parts: Sequence[Rows]) -> Rows:
         torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("kv", "key", "gate")
     )
     return Rows(kv=kv, key=key, gate=gate, state=torch.cat([part.state for part in parts]))
-
-
-def _in_physical_pages(
-    geometry: Geometry, options: EngineOptions
-) -> tuple[Geometry, EngineOptions]:
-    """The same memory for a release that counts it in physical pages."""
-    sizes = {field.name: getattr(geometry, field.name) for field in fields(geometry)}
-    sizes["mamba_track_interval"] //= geometry.kpool
-    pages = (options.pages - 1) * geometry.kpool + 1
-    states = (options.state_slots - 1) * geometry.kpool + 1
-    return PhysicalPages(**sizes), replace(options, pages=pages, state_slots=states)
 
 
 def _require_fitting(geometry: Geometry, shape: ModelShape, options: EngineOptions) -> None:
