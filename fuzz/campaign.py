@@ -26,6 +26,7 @@ from fuzz import interleave, mutants, planted, targets
 from fuzz.case import case_of
 from fuzz.corpus import Corpus, CorpusError, SavedTape
 from fuzz.guidance import Garden, Grown, bred, grown
+from fuzz.isolation import cpu_seconds
 from fuzz.journal import Journal, Progress, journal
 from fuzz.outcome import Outcome
 from fuzz.resident import resident_bytes
@@ -278,7 +279,7 @@ def _search(plan: Plan, batch: Batch) -> Part:
     """Execute some seeds, in this process."""
     torch.set_num_threads(1)
     target, tally, tapes = targets.find(plan.target), Tally(), []
-    began = time.process_time()
+    began = cpu_seconds()
     with _faulty(plan):
         system = systems.load(plan.system)
         for seed in range(batch.start, batch.stop):
@@ -307,7 +308,7 @@ def _search(plan: Plan, batch: Batch) -> Part:
                 tally.planted += 1
                 if name := planted.missed(plan.target, seed):
                     tally.missed.append(name)
-    tally.cpu_seconds = time.process_time() - began
+    tally.cpu_seconds = cpu_seconds() - began
     worker = f"{platform.node()}/{os.getpid()}"
     return Part(tally=tally, tapes=tapes, worker=worker, resident=resident_bytes())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,12 @@ def forked(work: Callable[[Teller], T], returns: Any, *, timeout_s: int | None =
         operations=all_of("operations", Operation),
         end=_end(status),
     )
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, and of all its children that are over."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def crashed(child: Child[Any], *, target: str, setup: str) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import systems
 from fuzz import isolation, targets
 from fuzz.case import case_of, load, save
-from fuzz.isolation import ChildFailed, forked
+from fuzz.isolation import ChildFailed, cpu_seconds, forked
 from fuzz.report.command import write_report
 from fuzz.report.record import record
 from fuzz.run import execute
@@ -167,3 +168,16 @@ def test_a_system_of_few_sizes_gets_one_of_them():
     assert plainest.max_tokens == 768, "two intervals and a page"
     free = draw_setup(Tape(()), TARGET.ranges, STAMPED)
     assert plainest.options == free.options, "the pools are drawn as ever"
+
+
+def test_what_a_child_computes_is_counted():
+    def work(_: Any) -> float:
+        while time.process_time() < 0.2:
+            pass
+        return time.process_time()
+
+    before = cpu_seconds()
+    child = forked(work, float)
+    assert child.result is not None
+    # a process's times are counted in hundredths
+    assert cpu_seconds() - before > child.result - 0.03
