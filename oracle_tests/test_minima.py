@@ -23,6 +23,8 @@ from fuzz.targets.session import KINDS
 
 SEEDS = range(3)
 EXECUTIONS = 1000
+FEW = 4
+"""Tokens."""
 MINIMA = {
     # by their names: the values of the setup that are not the plainest, and what is drawn
     "freed_rows_not_poisoned": (
@@ -138,6 +140,27 @@ def test_another_signature_is_a_failure_of_its_own():
     assert cost(by_signature["containment/tail"]) < cost(by_signature["exact/refusal"])
     assert kept.signature == "exact/refusal"
     assert cost(kept) < cost(failing)
+
+
+def test_a_shrink_goes_past_smaller_runs_of_another_signature():
+    """Runs of few tokens show something else, and would be next in any descent."""
+    mutant = mutants.find("freed_rows_not_poisoned")
+    failing = next(f for f in (found(mutant, seed) for seed in range(10)) if f.tokens > FEW)
+    with running(mutant) as run:
+
+        def renamed(values: Sequence[int]) -> Outcome:
+            outcome = run(values)
+            few = outcome.failed and outcome.tokens <= FEW
+            return as_another(outcome) if few else outcome
+
+        kept = shrink(renamed, failing)
+        least = min(minima(renamed, failing).values(), key=cost)
+    assert (kept.signature, kept.tokens) == (failing.signature, FEW + 1)
+    assert (least.signature, least.tokens) == ("exact/other", 1)
+
+
+def as_another(outcome: Outcome) -> Outcome:
+    return msgspec.structs.replace(outcome, violations=[Violation("exact", "other", "It is.")])
 
 
 def is_refusal(outcome: Outcome) -> bool:
