@@ -42,6 +42,9 @@ BATCH = 25
 """Seeds that a worker takes at a time."""
 LAST = 1 << 62
 """A seed that no campaign comes to."""
+AT_ONCE = 1
+"""The same of a system whose executions have processes of their own, and take seconds: Ctrl-C waits
+for those at work."""
 TWICE = 100
 """One execution in so many is repeated, and must observe the same."""
 
@@ -145,12 +148,13 @@ class _Campaign:
         """What is still to be done, until the budget is used up."""
         plan = self._plan
         end = LAST if plan.executions is None else plan.seed + plan.executions
+        size = AT_ONCE if systems.load(plan.system).isolated else BATCH
         for start, stop in gaps(self._progress.done, plan.seed, end):
-            for first in range(start, stop, BATCH):
+            for first in range(start, stop, size):
                 spent = plan.seconds is not None and self._seconds() >= plan.seconds
                 if spent or stopped.is_set():
                     return
-                last = min(first + BATCH, stop)
+                last = min(first + size, stop)
                 yield Batch(start=first, stop=last, parents=self._parents(range(first, last)))
 
     def take(self, done: Done[Batch, Part]) -> None:

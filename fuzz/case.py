@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+import systems
 from fuzz.files import Unreadable, read_plain
 from fuzz.outcome import Outcome
 from fuzz.rarity import Rarity
@@ -90,7 +91,7 @@ def case_of(
         },
         values=trimmed(outcome.values),
         seen=seen,
-        replay=replay_command(path),
+        replay=replay_command(path, system),
     )
 
 
@@ -103,9 +104,10 @@ def _brief(violation: Violation) -> Violation:
     return msgspec.structs.replace(violation, **texts)
 
 
-def replay_command(path: Path) -> str:
-    """What runs the case at `path` again."""
-    return f"kvoracle replay {shlex.quote(str(path))}"
+def replay_command(path: Path, system: str) -> str:
+    """What runs the case at `path` again, which was found on `system`."""
+    named = f" --system {shlex.quote(system)}" if systems.is_checkout(system) else ""
+    return f"kvoracle replay {shlex.quote(str(path))}{named}"
 
 
 def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
+import msgspec
+
+import systems
 from fuzz import mutants, targets
+from fuzz.case import Case
 from fuzz.targets.setup import Pin, fitting
 from fuzz.terminal import UsageError
 from reference.contract import System
@@ -16,6 +23,19 @@ def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
             f"{target.name} drives ranks of the optimized engine, as its tape says: leave out "
             "--system, --payload, --kpool, --physical-page-size and --row-format."
         )
+
+
+def run_on(saved: Case, file: Path, system: str | None) -> Case:
+    """The case in `file` with the system to run it on: the one that the user names, or its own,
+    unless that says in which folder there is code to run."""
+    if system is not None:
+        return msgspec.structs.replace(saved, system=system)
+    if systems.is_checkout(saved.system):
+        raise UsageError(
+            f"{file} was found on {saved.system!r}, and a case is data, which may not say whose "
+            f"code runs: give --system {shlex.quote(saved.system)} if you trust what lies there."
+        )
+    return saved
 
 
 def check_sizes(system: System, pin: Pin) -> None:

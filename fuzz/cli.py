@@ -41,6 +41,7 @@ from fuzz.terminal import (
     deliver,
     err,
     out,
+    printable,
     write_file,
 )
 from fuzz.trend import NightError
@@ -269,7 +270,7 @@ def main() -> None:
             sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=False
         )
     except BAD_INPUT as error:
-        print(f"kvoracle: {error}", file=sys.stderr)
+        print(f"kvoracle: {printable(str(error))}", file=sys.stderr)
         status = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("kvoracle: interrupted before there was a result: run it again.", file=sys.stderr)

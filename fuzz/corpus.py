@@ -125,7 +125,7 @@ class Corpus:
         if any(size(other) <= size(case) for _, other in known):
             return False
         path = self.path / "failures" / signature / f"{_digest_of(case)}.json"
-        self._add(path, msgspec.structs.replace(case, replay=replay_command(path)))
+        self._add(path, msgspec.structs.replace(case, replay=replay_command(path, case.system)))
         for path, _ in known:
             _remove(path)
         return True

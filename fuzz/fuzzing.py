@@ -300,7 +300,7 @@ def show(folder: Folder = Path("out/corpus"), *, json: JsonFile = None) -> int:
     lines: list[RenderableType] = [table]
     for path, each in failures:
         lines.append(Text(f"{_named(each)}, {len(each.operations)} operations"))
-        lines.append(Text(f"  {case.replay_command(path)}"))
+        lines.append(Text(f"  {case.replay_command(path, each.system)}"))
     result = {
         "tapes": tapes,
         "features": {target: len(shown) for target, shown in features.items()},

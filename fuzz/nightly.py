@@ -107,7 +107,9 @@ def nightly(
     date = now.isoformat(timespec="seconds")
     night = night_of(summaries, rows, date=date, revision=_revision(), last=before)
     _keep(night, before, saved, folder)
-    replays = {signature: case.replay_command(path) for signature, path in saved.items()}
+    replays = {
+        signature: case.replay_command(path, plans[0].system) for signature, path in saved.items()
+    }
     deliver(out, parts(night, before, replays), json=json, result=night)
     if night.new(before):
         return 1

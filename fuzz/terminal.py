@@ -121,6 +121,16 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written: name a file in a folder that is there.")
 
 
+def printable(text: str) -> str:
+    """A text that may quote a file, with all that would steer a terminal spelt out."""
+    return "".join(
+        letter
+        if letter.isprintable() or letter == "\n"
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 def check_kept(file: Path, *outputs: Path | None) -> None:
     """Refuse to write a result over the case in `file`, by whatever name."""
     for path in outputs:

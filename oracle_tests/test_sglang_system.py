@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from fuzz.bisect.releases import Releases
 from fuzz.checks import check_sizes
 from fuzz.targets.setup import Pin
 from fuzz.terminal import UsageError
+from oracle_tests.report_cases import PLANTED, case_in
 from reference.contract import Capability, Sizes, System
 from reference.geometry import Geometry, ModelShape, RowFormat
 from systems import CannotLoad, UnknownSystem
@@ -65,6 +67,42 @@ def test_a_path_without_sglang_is_refused(tmp_path):
     (tmp_path / "python").mkdir()
     with pytest.raises(CannotLoad, match=f"^{tmp_path} holds no SGLang: give a checkout"):
         systems.load(f"sglang@{tmp_path}")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\x1b[31m"])
+def test_a_path_that_is_none_is_refused(path):
+    with pytest.raises(CannotLoad, match=r"is no path of a checkout: write sglang@PATH\.$"):
+        systems.load(f"sglang@{path}")
+
+
+def test_an_incomplete_checkout_is_refused(tmp_path):
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "_version.py").write_text("__version__ = '0.5.23'\n")
+    done = kvoracle("fuzz", "prefix_split", "--system", f"sglang@{tmp_path}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"kvoracle: The SGLang in .* cannot be imported \(No module named .*\): complete it.*\n",
+        done.stderr,
+    )
+
+
+def test_a_case_does_not_say_whose_code_runs(tmp_path):
+    """Of a case that names a checkout nothing is imported, unless the user names it too."""
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (package.parent / "_version.py").write_text("__version__ = '0.5.23'\n")
+    ran = tmp_path / "ran"
+    (package / "runtime_context.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    system = f"sglang@{tmp_path}"
+    path = case_in(tmp_path, PLANTED[0], system=system, mutant=None)
+    for command in (["replay", path], ["report", path, "-o", tmp_path / "page.html"]):
+        done = kvoracle(*command)
+        assert done.returncode == 2
+        assert "a case is data, which may not say whose code runs: give --system" in done.stderr
+        assert not ran.exists()
+    # the control: so named it is imported, as far as it goes
+    assert kvoracle("replay", path, "--system", system).returncode == 2
+    assert ran.exists()
 
 
 @pytest.mark.parametrize(

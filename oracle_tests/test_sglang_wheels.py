@@ -72,10 +72,38 @@ def test_a_damaged_wheel_is_named(cache):
     assert not (cache / f"sglang-{VERSION}").exists()
 
 
+def test_a_wheel_damaged_inside_is_named(cache):
+    path = wheel(cache)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("sglang/srt/__init__.py", "x" * 10_000)
+        start = archive.infolist()[0].header_offset + 60
+    data = bytearray(path.read_bytes())
+    data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with pytest.raises(CannotLoad, match=r"is damaged .*: remove it, and it is fetched again"):
+        wheels.unpacked(VERSION)
+
+
+def test_a_wheel_of_something_else_is_not_kept(cache):
+    with zipfile.ZipFile(wheel(cache), "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    with pytest.raises(CannotLoad, match=r"none-any\.whl holds no SGLang: remove it"):
+        wheels.unpacked(VERSION)
+    wheel(cache)
+    assert (wheels.unpacked(VERSION) / "sglang" / "srt").is_dir()
+
+
+def test_what_is_no_plain_file_is_no_wheel(cache):
+    cache.mkdir()
+    (cache / NAME).symlink_to("/dev/zero")
+    with pytest.raises(CannotLoad, match="put its wheel"):
+        wheels.unpacked(VERSION)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVORACLE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(CannotLoad, match="name another folder in KVORACLE_CACHE"):
+    with pytest.raises(CannotLoad, match="name a folder with room in KVORACLE_CACHE"):
         wheels.unpacked(VERSION)
 
 

@@ -54,6 +54,12 @@ def foreign(name: str) -> str | None:
     return package if package in _FOREIGN and package != name else None
 
 
+def is_checkout(name: str) -> bool:
+    """Whether a foreign system's name says in which folder its code lies."""
+    package = foreign(name)
+    return package is not None and name.startswith(f"{package}@")
+
+
 def releases(package: str) -> list[str]:
     """The versions of a foreign package that are known here, the oldest first."""
     return list(import_module(f"systems.{package}").RELEASES)

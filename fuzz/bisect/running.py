@@ -140,12 +140,18 @@ def by_system(saved: Case, *, timeout_s: int) -> Runner:
     def run(folder: Path) -> tuple[Verdict, str]:
         with tempfile.TemporaryDirectory() as scratch:
             case = Path(scratch) / "case.json"
-            save(msgspec.structs.replace(saved, system=f"{package}@{folder}"), case)
+            save(saved, case)
             command = [sys.executable, "-m", "fuzz.cli"]
             # not in the version's folder, from which Python would import what is called like ours
             where = Path(scratch)
             return _replayed(
-                command, saved, case, folder=where, env=environment(), timeout_s=timeout_s
+                command,
+                saved,
+                case,
+                f"--system={package}@{folder}",
+                folder=where,
+                env=environment(),
+                timeout_s=timeout_s,
             )
 
     return run
@@ -155,7 +161,7 @@ def _replayed(
     command: Sequence[str],
     saved: Case,
     case: Path,
-    *,
+    *options: str,
     folder: Path,
     env: Mapping[str, str],
     timeout_s: int,
@@ -166,7 +172,7 @@ def _replayed(
     signature = saved.violations[0].signature if saved.violations else ""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        replay = [*command, "replay", str(case), "--json", str(result)]
+        replay = [*command, "replay", str(case), *options, "--json", str(result)]
         status, line = finish(replay, folder=folder, env=env, timeout_s=timeout_s)
         found = _violations(result)
     if status == NOT_ITS_OWN:

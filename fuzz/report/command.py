@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from fuzz import case
-from fuzz.checks import check_plantable
+from fuzz.checks import check_plantable, run_on
 from fuzz.report.page import page
 from fuzz.report.perfetto import trace
 from fuzz.report.record import record
@@ -21,6 +21,7 @@ def report(
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("report.html"),
     perfetto: Path | None = None,
+    system: str | None = None,
 ) -> int:
     """Run a saved case again and write a page about it: the story, a space-time diagram, the page
     map before and after, and what differs.  Exit status 0 once it is written, whether or not the
@@ -34,27 +35,31 @@ def report(
         The page: one file, which needs no network and runs no script.
     perfetto
         Write the timeline to this file, which ui.perfetto.dev opens; one step is 1 ms.
+    system
+        Run it on this one instead of the one that it was found on.  A case of a checkout needs it.
     """
     for path in (output, perfetto):
         check_writable(path)
     check_kept(file, output, perfetto)
     if perfetto is not None and perfetto.absolute() == output.absolute():
         raise UsageError(f"{output} is both --output and --perfetto: name two files.")
-    said = write_report(file, output, perfetto=perfetto)
+    said = write_report(file, output, perfetto=perfetto, system=system)
     deliver(out, [Text(said)], json=None, result=None)
     return 0
 
 
-def write_report(file: Path, output: Path, *, perfetto: Path | None = None) -> str:
-    """Write the page of the case in `file` to `output`, and its timeline; what was found, in a
-    sentence.
+def write_report(
+    file: Path, output: Path, *, perfetto: Path | None = None, system: str | None = None
+) -> str:
+    """Write the page of the case in `file`, run on `system` or its own, to `output`, and its
+    timeline; what was found, in a sentence.
 
     Raises:
         CaseError, UsageError: with one sentence, where the case is of no use or a file cannot be
             written.
     """
     data = case.read(file)
-    saved = case.decode(data, file)
+    saved = run_on(case.decode(data, file), file, system)
     check_plantable(saved.mutant, saved.system, saved.target)
     outcome, recorded = record(saved)
     if not outcome.failed:

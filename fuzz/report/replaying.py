@@ -11,7 +11,7 @@ from rich.text import Text
 
 import systems
 from fuzz import case, mutants, targets
-from fuzz.checks import check_plantable
+from fuzz.checks import check_plantable, run_on
 from fuzz.report.story import CLAUSES, ORACLES, asks, owners
 from fuzz.run import execute
 from fuzz.step import Violation
@@ -19,26 +19,28 @@ from fuzz.tape import Tape
 from fuzz.terminal import JsonFile, check_kept, check_writable, deliver, out, outcome_lines
 
 
-def replay(file: Path, *, json: JsonFile = None) -> int:
+def replay(file: Path, *, system: str | None = None, json: JsonFile = None) -> int:
     """Run a saved case again, up to its first violation.  Exit status 1 if it still fails.
 
     Parameters
     ----------
     file
         A case that `kvoracle fuzz` saved.
+    system
+        Run it on this one instead of the one that it was found on.  A case of a checkout needs it.
     """
     check_writable(json)
     check_kept(file, json)
-    saved = case.load(file)
-    system, target = systems.load(saved.system), targets.find(saved.target)
+    saved = run_on(case.load(file), file, system)
+    loaded, target = systems.load(saved.system), targets.find(saved.target)
     check_plantable(saved.mutant, saved.system, saved.target)
     with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
-        outcome = execute(system, target, Tape(saved.values), pin=saved.pin)
+        outcome = execute(loaded, target, Tape(saved.values), pin=saved.pin)
     lines: list[RenderableType] = [*outcome_lines(outcome)]
     if outcome.skipped:
         lines.append(Text(f"skipped, since the system lacks it: {', '.join(outcome.skipped)}"))
     if outcome.failed:
-        lines += [_found(outcome.violations[0]), _further(file)]
+        lines += [_found(outcome.violations[0]), _further(file, saved.system)]
     else:
         case.check_same_run(saved, outcome, file)
         seen = f" {saved.seen}" if saved.seen else ""
@@ -60,5 +62,5 @@ def _found(violation: Violation) -> Table:
     return table
 
 
-def _further(file: Path) -> Text:
-    return Text(case.replay_command(file).replace("replay", "report", 1))
+def _further(file: Path, system: str) -> Text:
+    return Text(case.replay_command(file, system).replace("replay", "report", 1))

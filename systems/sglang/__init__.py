@@ -20,7 +20,7 @@ def system(name: str) -> System:
     Raises:
         CannotLoad: there is none, it cannot be fetched, or this process holds another one.
     """
-    if "==" in name:
+    if name.startswith("sglang=="):
         version = name.removeprefix("sglang==")
         if version not in RELEASES:
             raise CannotLoad(
@@ -29,7 +29,7 @@ def system(name: str) -> System:
             )
         root = wheels.unpacked(version)
     else:
-        root = _package_folder(Path(name.removeprefix("sglang@")).expanduser().resolve())
+        root = _package_folder(name.removeprefix("sglang@"))
         name = f"sglang@{root}"
     return _loaded(name, load(root))
 
@@ -39,17 +39,27 @@ def _loaded(name: str, release: Release) -> System:
     """Made once: SGLang counts in places that all engines of a process share."""
     # it imports SGLang, which must be loaded first
     engine = import_module("systems.sglang.engine")
+    try:
+        factory = engine.factory(release)
+    except (ImportError, SyntaxError, AttributeError, TypeError) as error:
+        raise CannotLoad(
+            f"The SGLang in {release.root} cannot be imported ({error}): complete it, or take "
+            "another release or checkout."
+        ) from error
     return System(
         name=name,
         version=release.version,
-        factory=engine.factory(release),
+        factory=factory,
         capabilities=engine.capabilities(release),
         sizes=engine.sizes(release),
         isolated=True,
     )
 
 
-def _package_folder(checkout: Path) -> Path:
-    """Of a checkout, the folder that holds `sglang/`."""
+def _package_folder(path: str) -> Path:
+    """Of the checkout at a path, the folder that holds `sglang/`."""
+    if not path or not path.isprintable():
+        raise CannotLoad(f"{path!r} is no path of a checkout: write sglang@PATH.")
+    checkout = Path(path).expanduser().resolve()
     nested = checkout / "python"
     return nested if (nested / "sglang").is_dir() else checkout

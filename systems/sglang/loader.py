@@ -7,6 +7,7 @@ model; both are replaced by bare packages, so that what is imported is what the 
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def load(root: Path) -> Release:
     differences = _row(version, root)
     interpreter.prepare()
     stubs.install()
+    # of kernels that are compiled for a GPU
+    logging.getLogger("sglang").setLevel(logging.ERROR)
     # of quantisations that a CPU lacks
     warnings.filterwarnings("ignore", module=r"sglang\.")
     package = root / "sglang"

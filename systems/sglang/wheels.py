@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +44,8 @@ def unpacked(version: str) -> Path:
                 (part / "unpacked").rename(folder)
     except OSError as error:
         raise CannotLoad(
-            f"{cache()} cannot be used for SGLang {version} ({error.strerror or error}): free some "
-            "space, or name another folder in KVORACLE_CACHE."
+            f"{cache()} cannot be used for SGLang {version} ({error.strerror or error}): name a "
+            "folder with room in KVORACLE_CACHE."
         ) from error
     return folder
 
@@ -67,7 +68,9 @@ def _adding(version: str) -> Iterator[Path]:
 
 def _wheel(version: str) -> Path | None:
     """The wheel of a release that lies in the cache; any will do, since only Python is taken."""
-    return next(iter(sorted(cache().glob(f"sglang-{version}-*.whl"))), None)
+    wheels = sorted(cache().glob(f"sglang-{version}-*.whl"))
+    # a pipe or a device would be read for ever
+    return next((wheel for wheel in wheels if wheel.is_file()), None)
 
 
 def _fetched(version: str, part: Path) -> Path:
@@ -96,7 +99,9 @@ def _unpack(wheel: Path, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CannotLoad(
             f"{wheel} is damaged ({error}): remove it, and it is fetched again."
         ) from error
+    if not (folder / "sglang" / "srt").is_dir():
+        raise CannotLoad(f"{wheel} holds no SGLang: remove it, and it is fetched.")
