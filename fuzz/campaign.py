@@ -30,12 +30,13 @@ from fuzz.isolation import cpu_seconds
 from fuzz.journal import Journal, Progress, journal
 from fuzz.outcome import Outcome
 from fuzz.resident import resident_bytes
-from fuzz.run import DRIVERS, check_deterministic, execute
+from fuzz.run import DRIVERS, check_deterministic, execute, for_target
 from fuzz.shrink import cost, shrink
 from fuzz.step import Violation
 from fuzz.summary import Memory, Plan, Summary
 from fuzz.tally import Failure, Tally, gaps, merged
 from fuzz.tape import Tape
+from fuzz.targets.setup import settled
 from fuzz.workers import Crew, Done, carried_out, processes
 
 BATCH = 25
@@ -185,7 +186,9 @@ class _Campaign:
         """Shrink what was found, and sum up.  A failure is called by what its smallest case shows:
         of a model run that may be what a stamped run says of the same."""
         plan, total, smallest = self._plan, self._total, Tally()
-        capabilities = systems.load(plan.system).capabilities
+        target = targets.find(plan.target)
+        system = for_target(systems.load(plan.system), target)
+        owing = settled(plan.pin, system.sizes)
         for failure in total.failures.values():
             shown = failure
             with suppress(KeyboardInterrupt):
@@ -204,7 +207,7 @@ class _Campaign:
             seconds=self._seconds(),
             cpu_seconds=total.cpu_seconds,
             events=dict(sorted(total.events.items())),
-            missing=targets.find(plan.target).missing(total.events, plan.pin, capabilities),
+            missing=target.missing(total.events, owing, system.capabilities),
             failures=sorted(smallest.failures.values(), key=lambda failure: cost(failure.outcome)),
             ratios=total.ratios,
             skipped=total.skipped,

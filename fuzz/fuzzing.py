@@ -20,6 +20,7 @@ from fuzz.checks import check_plantable, check_ranks, check_sizes
 from fuzz.corpus import Corpus
 from fuzz.fleet import fleet
 from fuzz.rarity import Rarity
+from fuzz.run import for_target
 from fuzz.summary import Plan, Summary
 from fuzz.targets.setup import KPool, Payload, PhysicalPageSize, Pin
 from fuzz.terminal import (
@@ -104,8 +105,8 @@ def fuzz(
         raise UsageError(f"There is no target: name some of {', '.join(targets.names())}, or all.")
     loaded = systems.load(system)
     system = loaded.name
-    check_sizes(loaded, pin)
     for name in names:
+        check_sizes(for_target(loaded, targets.find(name)), pin)
         check_ranks(targets.find(name), system, pin)
         check_plantable(mutant, system, name)
     check_writable_folder(cases)

@@ -55,9 +55,17 @@ def execute(
     if target.ranges is None:
         most = pin.operations or target.operations
         return DRIVERS[target.name].execute(target, tape, most=most, watch=watch)
+    system = for_target(system, target)
     if system.isolated:
         return _isolated(system, target, tape, pin)
     return execute_here(system, target, tape, pin=pin, watch=watch)
+
+
+def for_target(system: System, target: Target) -> System:
+    """What of a system a target drives: where all its runs are with HiSparse, and that is an engine
+    of its own, that one."""
+    always = target.ranges is not None and all(target.ranges.hisparse)
+    return system.hot() if always and system.hot else system
 
 
 def _isolated(system: System, target: Target, tape: Tape, pin: Pin) -> Outcome:
@@ -78,6 +86,7 @@ def execute_here(
     system: System, target: Target, tape: Tape, *, pin: Pin, watch: Watch | None = None
 ) -> Outcome:
     """`execute` on a single engine, in this process."""
+    system = for_target(system, target)
     setup = _setup(system, target, tape, pin)
     run = Run(system, setup, tape, watch)
     violations = run.play(target, pin.operations or target.operations)

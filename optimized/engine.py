@@ -68,6 +68,7 @@ class OptimizedEngine:
             {
                 Capability.STAMPED if weights is None else Capability.MODEL,
                 Capability.PREFIX_SHARING,
+                Capability.CHUNKS,
                 Capability.ANY_CHUNK,
                 Capability.EVERY_CHECKPOINT,
                 Capability.FRUGAL_EVICTION,
@@ -75,6 +76,8 @@ class OptimizedEngine:
                 *(() if sizes else (Capability.VERIFY,)),
                 Capability.RAW,
                 Capability.HISPARSE,
+                Capability.HOT_AHEAD,
+                Capability.ANY_CELLS,
                 Capability.HOST_TIER,
                 Capability.TRANSFER,
             }

@@ -146,19 +146,19 @@ def refusals(system: System) -> dict[str, Any]:
     caller.submit(0, range(1, 600))
     before = engine.inspect()
     said = {
-        "another page": _refused(InvalidCall, lambda: system.factory(other, size.shape, least)),
-        "a model": _refused(
+        "another page": refused(InvalidCall, lambda: system.factory(other, size.shape, least)),
+        "a model": refused(
             InvalidCall, lambda: system.factory(size.geometry, size.shape, least, {})
         ),
-        "twice": _refused(InvalidCall, lambda: engine.submit(RequestId(0), [1])),
-        "nobody": _refused(InvalidCall, lambda: engine.finish(RequestId(9))),
-        "too long": _refused(OutOfMemory, lambda: caller.extend(0)),
-        "too early": _refused(InvalidCall, lambda: caller.decode(0, token=1)),
+        "twice": refused(InvalidCall, lambda: engine.submit(RequestId(0), [1])),
+        "nobody": refused(InvalidCall, lambda: engine.finish(RequestId(9))),
+        "too long": refused(OutOfMemory, lambda: caller.extend(0)),
+        "too early": refused(InvalidCall, lambda: caller.decode(0, token=1)),
     }
     return {"said": said, "unchanged": engine.inspect() == before}
 
 
-def _refused(kind: type[ContractError], call: Callable[[], object]) -> str:
+def refused(kind: type[ContractError], call: Callable[[], object]) -> str:
     try:
         call()
     except kind as refusal:
@@ -168,7 +168,7 @@ def _refused(kind: type[ContractError], call: Callable[[], object]) -> str:
 
 def campaign(system: System, target: str, seeds: Sequence[int]) -> list[list[str]]:
     """The signatures that each seed of a target ends with."""
-    outcomes = [_executed(system, target, Tape(seed=seed)) for seed in seeds]
+    outcomes = [executed(system, target, Tape(seed=seed)) for seed in seeds]
     return [[violation.signature for violation in outcome.violations] for outcome in outcomes]
 
 
@@ -177,7 +177,7 @@ def killed(system: System, runs: Sequence[tuple[str, int]]) -> dict[str, Any]:
     A crash kills nothing: the oracles are to say what is wrong."""
     crashes = set()
     for tried, (target, seed) in enumerate(runs, 1):
-        for violation in _executed(system, target, Tape(seed=seed)).violations:
+        for violation in executed(system, target, Tape(seed=seed)).violations:
             if violation.oracle != "crash":
                 said = {"by": violation.signature, "sentence": violation.sentence}
                 return {**said, "executions": tried, "crashes": sorted(crashes)}
@@ -190,19 +190,19 @@ def hunt(system: System, executions: int) -> dict[str, Any]:
     many executions."""
 
     def run(values: Sequence[int]) -> Outcome:
-        return _executed(system, "prefix_split", Tape(values))
+        return executed(system, "prefix_split", Tape(values))
 
-    outcomes = (_executed(system, "prefix_split", Tape(seed=seed)) for seed in itertools.count())
+    outcomes = (executed(system, "prefix_split", Tape(seed=seed)) for seed in itertools.count())
     failing = next(outcome for outcome in outcomes if outcome.failed)
     return _told(shrink(run, failing, executions=executions))
 
 
 def replayed(system: System, values: Sequence[int]) -> dict[str, Any]:
     """A tape of `prefix_split`."""
-    return _told(_executed(system, "prefix_split", Tape(values)))
+    return _told(executed(system, "prefix_split", Tape(values)))
 
 
-def _executed(system: System, target: str, tape: Tape) -> Outcome:
+def executed(system: System, target: str, tape: Tape) -> Outcome:
     return execute_here(system, find(target), tape, pin=Pin())
 
 

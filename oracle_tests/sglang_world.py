@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def on(release: str, function: str, *arguments: Any, mutant: str | None = None) -> Any:
-    """What `sglang_cases.function(system, *arguments)` returns, for the system of a release, with
-    a mutant of `systems.sglang.mutants` in it or none."""
+    """What `function(system, *arguments)` of `sglang_cases` or `sglang_hot_runs` returns, for the
+    system of a release, with a mutant of `systems.sglang.mutants` in it or none."""
     command = [sys.executable, "-m", __name__, release, function, json.dumps(arguments)]
     command += [mutant] if mutant else []
     done = subprocess.run(
@@ -32,7 +32,7 @@ def on(release: str, function: str, *arguments: Any, mutant: str | None = None) 
 if __name__ == "__main__":
     import torch
 
-    from oracle_tests import sglang_cases
+    from oracle_tests import sglang_cases, sglang_hot_runs
     from systems import load
     from systems.sglang import mutants
 
@@ -40,4 +40,5 @@ if __name__ == "__main__":
     for name in sys.argv[4:]:
         mutants.plant(name)
     system = load(f"sglang=={sys.argv[1]}")
-    print(json.dumps(getattr(sglang_cases, sys.argv[2])(system, *json.loads(sys.argv[3]))))
+    known = {**vars(sglang_cases), **vars(sglang_hot_runs)}
+    print(json.dumps(known[sys.argv[2]](system, *json.loads(sys.argv[3]))))

@@ -22,7 +22,15 @@ from fuzz.targets.session import KINDS
 from fuzz.targets.setup import Payload, Pin
 from fuzz.targets.streams import LITTERED, SAME, STALE
 from oracle_tests.tampering import tampered
-from reference.contract import Component, HotBufferView, OutOfMemory, Snapshot, StepOutput, System
+from reference.contract import (
+    Capability,
+    Component,
+    HotBufferView,
+    OutOfMemory,
+    Snapshot,
+    StepOutput,
+    System,
+)
 
 SETUP = [0] * 18
 SUBMIT, EXTEND, DECODE = (KINDS.index(kind) + 1 for kind in ("submit", "extend", "decode"))
@@ -48,6 +56,17 @@ def run(system: System, *, payload: Payload = "stamped", operations=DECODING) ->
     pin = Pin(payload=payload, kpool=2, physical_page_size=4, interval_pages=1, max_requests=3)
     tape = Tape([*SETUP, *itertools.chain.from_iterable(operations)])
     return execute(system, find("hot_buffer"), tape, pin=pin)
+
+
+def growing(system: System) -> System:
+    """A system of which no hot buffer or host page is asked for ahead of need."""
+
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        engine = system.factory(*args, **kwargs)
+        engine.capabilities -= {Capability.HOT_AHEAD}
+        return engine
+
+    return replace(system, factory=factory)
 
 
 def first(outcome: Outcome) -> tuple[str, str]:
@@ -109,14 +128,16 @@ def exchanged(values: tuple[Any, ...], i: int, j: int) -> tuple[Any, ...]:
     return tuple(out)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("payload", ["stamped", "model"])
-def test_the_untouched_run_is_clean_and_misses(optimized, payload):
-    outcome = run(optimized, payload=payload)
+def test_the_untouched_run_is_clean_and_misses(optimized, payload, ahead):
+    outcome = run(optimized if ahead else growing(optimized), payload=payload)
     assert outcome.violations == []
     assert outcome.events["most_columns_missed"] >= 5
     assert outcome.events["at_lower_bound"] >= 5
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("payload", ["stamped", "model"])
 @pytest.mark.parametrize(
     ("component", "changes", "sentence"),
@@ -158,6 +179,11 @@ def test_the_untouched_run_is_clean_and_misses(optimized, payload):
         ),
         (
             "backing",
+            hot(lambda h: {"backing": dict([*h.backing.items()][1:])}),
+            r"logical page \d+ should have a host page; it has none",
+        ),
+        (
+            "backing",
             hot(lambda h: {"backing": mirrored(h.backing)}),
             r"request \d: the host row of position \d+ should be \d+; it is \d+",
         ),
@@ -190,8 +216,9 @@ def test_the_untouched_run_is_clean_and_misses(optimized, payload):
         ("misses", outputs(lambda o: {"misses": None}), "by layer; it says None"),
     ],
 )  # fmt: skip
-def test_an_account_that_is_wrong_is_told(optimized, component, changes, sentence, payload):
-    signature, said = first(run(tampered(optimized, **changes), payload=payload))
+def test_an_account_that_is_wrong_is_told(optimized, component, changes, sentence, payload, ahead):
+    system = optimized if ahead else growing(optimized)
+    signature, said = first(run(tampered(system, **changes), payload=payload))
     assert signature == f"residency/{component}"
     assert re.search(sentence, said), said
 

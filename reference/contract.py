@@ -47,23 +47,32 @@ are ordered, not before something waits for them, or one by one between the two.
 class Capability(StrEnum):
     """What an engine can do; a target skips, and says so, what is missing.
 
+    CHUNKS            prefills a prompt in several chunks; without it, in one.
     ANY_CHUNK         a chunk may end anywhere; without it, one that leaves its prompt unfinished
                       ends with a logical page.
     EVERY_CHECKPOINT  keeps the KDA state at every `mamba_track_interval` that a step passes, and
                       leaves a request's pages up to the last of them in the cache; without it, at
                       those that it likes.
     FRUGAL_EVICTION   evicts no more than a step needs; without it, also what an estimate wants.
+    HOT_AHEAD         under HiSparse a request has its whole hot buffer from its submit on, with its
+                      newest position in it from the end of its prompt on, and each logical page a
+                      host page; without it, all three come as the first row is to be stored there.
+    ANY_CELLS         a selection may hold cells that name no position, and repeat positions;
+                      without it, a request longer than its hot buffer selects topk different ones.
     """
 
     STAMPED = "stamped"
     MODEL = "model"
     PREFIX_SHARING = "prefix_sharing"
+    CHUNKS = "chunks"
     ANY_CHUNK = "any_chunk"
     EVERY_CHECKPOINT = "every_checkpoint"
     FRUGAL_EVICTION = "frugal_eviction"
     VERIFY = "verify"
     RAW = "raw"
     HISPARSE = "hisparse"
+    HOT_AHEAD = "hot_ahead"
+    ANY_CELLS = "any_cells"
     HOST_TIER = "host_tier"
     TRANSFER = "transfer"
 
@@ -429,6 +438,8 @@ class System:
         sizes: all that it can be built with, the plainest first; none if it takes whatever is
             legal.
         isolated: it may end the process that it runs in, so each execution has one of its own.
+        hot: makes the system that takes its place in runs that are always with HiSparse, if that
+            is an engine of its own.
     """
 
     name: str
@@ -437,3 +448,4 @@ class System:
     capabilities: frozenset[Capability] = field(default_factory=frozenset)
     sizes: tuple[Sizes, ...] = ()
     isolated: bool = False
+    hot: Callable[[], System] | None = None

@@ -65,7 +65,9 @@ class ReferenceEngine:
         self.geometry = geometry
         self.shape = shape
         run = Capability.STAMPED if weights is None else Capability.MODEL
-        self.capabilities = frozenset({run, Capability.VERIFY, Capability.ANY_CHUNK})
+        self.capabilities = frozenset(
+            {run, Capability.VERIFY, Capability.CHUNKS, Capability.ANY_CHUNK}
+        )
         self._options = options
         sizes = (len(shape.dsa_layers), geometry.kpool, shape.index_dim)
         self._ape = torch.zeros(sizes) if options.ape is None else options.ape.clone()

@@ -10,7 +10,15 @@ from types import ModuleType
 
 from reference.contract import Capability, EngineFactory, System
 
-_OWN = frozenset({Capability.STAMPED, Capability.MODEL, Capability.VERIFY, Capability.ANY_CHUNK})
+_OWN = frozenset(
+    {
+        Capability.STAMPED,
+        Capability.MODEL,
+        Capability.VERIFY,
+        Capability.CHUNKS,
+        Capability.ANY_CHUNK,
+    }
+)
 # A system's module is imported when it is asked for: a foreign engine may need what is not here.
 _KNOWN: dict[str, tuple[str, frozenset[Capability]]] = {
     "reference": ("reference.engine", _OWN),

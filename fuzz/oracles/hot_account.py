@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fuzz.step import World
-from reference.addressing import locs
+from reference.addressing import locs, pages_for
 from reference.contract import (
+    Capability,
     HiSparse,
     HotBufferView,
     HotSnapshot,
@@ -29,33 +30,61 @@ def judge_account(world: World, after: Snapshot) -> Said:
         yield "occupancy", "An engine with HiSparse should account for it; this one does not."
         return
     yield from _device_pages(world, options, after, hot)
-    yield from _host_pages(options, after, hot)
+    yield from _host_pages(world, options, after, hot)
     for request in after.requests.keys() & hot.buffers.keys():
         yield from _tables(world, request, after.requests[request], hot)
     yield from _occupancy(world, options, after, hot)
 
 
 def _device_pages(world: World, options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:
-    """Each is free or in one hot buffer, and every running request has a whole one."""
+    """Each is free or in one hot buffer, and every running request has a whole one, or as much of
+    one as it needs."""
     for request in after.requests.keys() | hot.buffers.keys():
-        should = world.hot_pages if request in after.requests else 0
+        least, most = _hot_pages(world, after.requests.get(request))
         is_ = len(hot.buffers[request].pages) if request in hot.buffers else 0
-        if is_ != should:
+        if not least <= is_ <= most:
+            should = f"{least}" if least == most else f"{least} to {most}"
             yield "device pages", f"request {request} should have {should} of them; it has {is_}."
     owners = {f"request {request}": view.pages for request, view in hot.buffers.items()}
     for sentence in _owners("device page", owners, hot.free_device, options.device_pages):
         yield "device pages", sentence
 
 
-def _host_pages(options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:
-    """One stands behind every logical page that is not free, and the others are free."""
-    for page in sorted(after.ref_counts.keys() ^ hot.backing.keys()):
+def _ahead(world: World) -> bool:
+    return Capability.HOT_AHEAD in world.engine.capabilities
+
+
+def _hot_pages(world: World, view: RequestView | None) -> tuple[int, int]:
+    """The fewest and the most device pages that a request may have; none if it does not run."""
+    if view is None:
+        return 0, 0
+    size = world.geometry.device_buffer_size or 0
+    if _ahead(world) or view.length > size:
+        return world.hot_pages, world.hot_pages
+    return -(-view.length // world.geometry.physical_page_size), world.hot_pages
+
+
+def _host_pages(world: World, options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:
+    """One stands behind every logical page that is not free, or in which something is saved, and
+    the others are free."""
+    bare = set() if _ahead(world) else _unsaved(world, after, hot)
+    for page in sorted((after.ref_counts.keys() ^ hot.backing.keys()) - bare):
         used = page in after.ref_counts
         should, is_ = "a" if used else "no", hot.backing.get(page, "none")
         yield "backing", f"logical page {page} should have {should} host page; it has {is_}."
     owners = {f"logical page {page}": (host,) for page, host in hot.backing.items()}
     for sentence in _owners("host page", owners, hot.free_host, options.host_pages):
         yield "host pages", sentence
+
+
+def _unsaved(world: World, after: Snapshot, hot: HotSnapshot) -> set[int]:
+    """Logical pages of requests that have nothing in them on the host."""
+    return {
+        page
+        for request, buffer in hot.buffers.items()
+        if (view := after.requests.get(request))
+        for page in view.pages[pages_for(buffer.saved, world.geometry) :]
+    }
 
 
 def _owners(
@@ -71,7 +100,8 @@ def _owners(
 def _tables(world: World, request: RequestId, view: RequestView, hot: HotSnapshot) -> Said:
     """Where a request looks for device rows and host rows follows from its pages."""
     geometry, buffer = world.geometry, hot.buffers[request]
-    backing = [hot.backing.get(page, 0) for page in view.pages]
+    backed = [page for page in view.pages if _ahead(world) or page in hot.backing]
+    backing = [hot.backing.get(page, 0) for page in backed]
     positions = len(backing) * geometry.logical_page_size
     for component, what, is_, should in (
         ("device pages", "the row of slot", buffer.rows, _slots(world, buffer)),
@@ -94,17 +124,21 @@ def _tables(world: World, request: RequestId, view: RequestView, hot: HotSnapsho
 
 def _slots(world: World, buffer: HotBufferView) -> list[int]:
     """Device rows of all slots, packed into all pages but the last, and of the newest position,
-    the first of the last page."""
+    the first of the last page; one that is still to grow has not got that page."""
     size, pages = world.geometry.physical_page_size, buffer.pages
-    rows = [page * size + i for page in pages[:-1] for i in range(size)]
-    return rows[: world.geometry.device_buffer_size] + [page * size for page in pages[-1:]]
+    packed = len(pages) - (_ahead(world) or len(pages) == world.hot_pages)
+    rows = [page * size + i for page in pages[:packed] for i in range(size)]
+    return rows[: world.geometry.device_buffer_size] + [page * size for page in pages[packed:]]
 
 
 def _occupancy(world: World, options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:
     """The tokens of all three memories are conserved, and are those of the pages."""
     device, logical = world.geometry.physical_page_size, world.geometry.logical_page_size
-    each = world.hot_pages * device
-    for sentence in judge_occupancy(hot.occupancy, running=len(after.requests), rows_each=each):
+    running, each = len(after.requests), world.hot_pages * device
+    if not _ahead(world):
+        # not all of them are whole
+        running, each = sum(len(buffer.pages) for buffer in hot.buffers.values()), device
+    for sentence in judge_occupancy(hot.occupancy, running=running, rows_each=each):
         yield "occupancy", sentence
     cached = sum(len(node.pages) for node in after.cached)
     should = Occupancy(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from fuzz.targets import Target
 from fuzz.targets.setup import Ranges
+from reference.contract import Capability
 
 HOT_BUFFER = Target(
     name="hot_buffer",
@@ -53,6 +54,13 @@ HOT_BUFFER = Target(
             "capacity_ratio_8",
         }
     ),
+    needs={
+        Capability.PREFIX_SHARING: frozenset({"hit"}),
+        Capability.HOT_AHEAD: frozenset({"refused_for_device"}),
+        Capability.ANY_CELLS: frozenset(
+            {"duplicate_selected", "void_selected", "out_of_range_selected"}
+        ),
+    },
     # A model selects each position once, and none that is not there.
     stamped_only=frozenset({"duplicate_selected", "out_of_range_selected"}),
     narrowed={

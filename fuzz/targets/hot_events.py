@@ -77,7 +77,7 @@ class HotEvents:
                 step.before.requests[request].length > self._size for request in left
             ),
             ids_differ=any(
-                all(after.backing[page] not in (page, *hot.pages) for page in view.pages)
+                all(after.backing.get(page) not in (page, *hot.pages) for page in view.pages)
                 for request, hot in after.buffers.items()
                 if (view := step.after.requests[request]).pages
             ),

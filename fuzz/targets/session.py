@@ -22,7 +22,7 @@ from fuzz.tape import SplitMix, Tape
 from fuzz.targets.candidates import Candidates
 from fuzz.targets.moves import Moved, Mover
 from fuzz.targets.setup import boundaries, outputs_from
-from fuzz.targets.streams import STREAMS, Streams
+from fuzz.targets.streams import LITTERED, STREAMS, Streams
 from reference.contract import (
     Capability,
     Chunk,
@@ -93,6 +93,8 @@ class Session:
         told = world.stamped and world.options.hisparse
         layers = len(world.shape.dsa_layers)
         self._streams = Streams(world.geometry, layers) if told else None
+        any_cells = Capability.ANY_CELLS in world.engine.capabilities
+        self._selections = len(STREAMS) if any_cells else LITTERED
         # For each kind: whom or what it could concern, and the operation on one of those.
         self._kinds: dict[str, tuple[Callable[[], Sequence[object]], Callable[[], Step]]] = {
             "submit": (lambda: range(MOST_REQUESTS - len(world.clients)), self._submit),
@@ -243,7 +245,10 @@ class Session:
             min(len(c.tokens), c.length + others) if others else len(c.tokens) for c in clients[1:]
         ]
         pairs = list(zip(clients, stops, strict=True))
-        if Capability.ANY_CHUNK not in self.world.engine.capabilities:
+        able = self.world.engine.capabilities
+        if Capability.CHUNKS not in able:
+            pairs = [(c, len(c.tokens)) for c in clients]
+        elif Capability.ANY_CHUNK not in able:
             pairs = [(c, self._with_page(c, stop)) for c, stop in pairs]
         step = self._begin("extend " + ", ".join(f"{c.name} to {stop}" for c, stop in pairs))
         step.calls.update(c.request for c in clients)
@@ -278,7 +283,7 @@ class Session:
         clients = self._whom.some(self._whom.decodable())
         room = min(self.max_length - c.length for c in clients)
         count = 1 + self.tape.draw(min(room, MOST_DECODES))
-        drawn = self.tape.draw(2 * len(STREAMS) if self._streams else 2)
+        drawn = self.tape.draw(2 * self._selections if self._streams else 2)
         echo, stream = drawn % 2 == 1, drawn // 2
         step = self._begin(
             f"decode {count} tokens of {', '.join(c.name for c in clients)}"

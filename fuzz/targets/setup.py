@@ -219,6 +219,16 @@ def _draw_plain(tape: Tape, ranges: Ranges, pin: Pin, sizes: Sequence[Sizes]) ->
     )
 
 
+def settled(pin: Pin, sizes: Sequence[Sizes]) -> Pin:
+    """`pin`, and with it what is the same in all of `sizes`: that is as good as pinned."""
+    same = {}
+    for name in ("kpool", "physical_page_size"):
+        values = {getattr(each.geometry, name) for each in sizes}
+        if len(values) == 1:
+            same[name] = values.pop()
+    return msgspec.structs.replace(pin, **same)
+
+
 def fitting(sizes: Sequence[Sizes], pin: Pin) -> list[Sizes]:
     """Those of `sizes` whose geometry is as pinned."""
     names = ("kpool", "physical_page_size", "row_format", "round_scale", "max_drafts")
@@ -227,7 +237,18 @@ def fitting(sizes: Sequence[Sizes], pin: Pin) -> list[Sizes]:
         each
         for each in sizes
         if all(getattr(each.geometry, name) == value for name, value in pinned.items())
+        and _slots_fit(each.geometry, pin)
     ]
+
+
+def _slots_fit(geometry: Geometry, pin: Pin) -> bool:
+    slots, spare = geometry.device_buffer_size, pin.spare_slots
+    return slots is None or spare is None or slots == least_slots(geometry) + spare
+
+
+def least_slots(geometry: Geometry) -> int:
+    """Of a hot buffer: the fewest that the geometry allows."""
+    return geometry.topk + max(0, geometry.kpool - 2)
 
 
 def _with_tier(setup: Setup, tape: Tape, sizes: Sequence[tuple[int, int]]) -> Setup:
@@ -245,8 +266,8 @@ def _with_hisparse(setup: Setup, tape: Tape, pin: Pin) -> Setup:
     prompt at least, and lengths that leave the buffer size far behind."""
     geometry, options = setup.geometry, setup.options
     spare = range(geometry.topk + 1)
-    least = geometry.topk + max(0, geometry.kpool - 2)
-    slots = least + _pick(tape, pin.spare_slots, spare, (len(spare) // 2, *[1] * geometry.topk))
+    drawn = _pick(tape, pin.spare_slots, spare, (len(spare) // 2, *[1] * geometry.topk))
+    slots = geometry.device_buffer_size or least_slots(geometry) + drawn
     buffers = _between(tape, pin.hot_buffers, 1, options.max_requests)
     ratio = _pick(tape, pin.capacity_ratio, (8, 4, 2, 1))
     copies = _pick(tape, pin.copies, COPIES)

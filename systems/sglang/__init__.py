@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from reference.contract import System
+from reference.contract import EngineFactory, System
 from systems import CannotLoad
 from systems.sglang import wheels
+from systems.sglang.hisparse_kernel import CannotCompile
 from systems.sglang.loader import Release, load
 from systems.sglang.releases import RELEASES
 
@@ -37,15 +39,7 @@ def system(name: str) -> System:
 @cache
 def _loaded(name: str, release: Release) -> System:
     """Made once: SGLang counts in places that all engines of a process share."""
-    # it imports SGLang, which must be loaded first
-    engine = import_module("systems.sglang.engine")
-    try:
-        factory = engine.factory(release)
-    except (ImportError, SyntaxError, AttributeError, TypeError) as error:
-        raise CannotLoad(
-            f"The SGLang in {release.root} cannot be imported ({error}): complete it, or take "
-            "another release or checkout."
-        ) from error
+    engine, factory = _engine("engine", release)
     return System(
         name=name,
         version=release.version,
@@ -53,7 +47,40 @@ def _loaded(name: str, release: Release) -> System:
         capabilities=engine.capabilities(release),
         sizes=engine.sizes(release),
         isolated=True,
+        hot=lambda: _hot(name, release),
     )
+
+
+@cache
+def _hot(name: str, release: Release) -> System:
+    """The same release's HiSparse, whose kernel a C++ compiler must take."""
+    engine, factory = _engine("hot_engine", release)
+    return System(
+        name=name,
+        version=release.version,
+        factory=factory,
+        capabilities=engine.CAPABILITIES,
+        sizes=engine.sizes(),
+        isolated=True,
+    )
+
+
+def _engine(module: str, release: Release) -> tuple[ModuleType, EngineFactory]:
+    """An adapter of a release that is loaded, which it imports, and what builds its engines.
+
+    Raises:
+        CannotLoad: the release is not whole, or its kernel does not compile.
+    """
+    engine = import_module(f"systems.sglang.{module}")
+    try:
+        return engine, engine.factory(release)
+    except CannotCompile as reason:
+        raise CannotLoad(str(reason)) from reason
+    except (ImportError, SyntaxError, AttributeError, TypeError) as error:
+        raise CannotLoad(
+            f"The SGLang in {release.root} cannot be imported ({error}): complete it, or take "
+            "another release or checkout."
+        ) from error
 
 
 def _package_folder(path: str) -> Path:

@@ -7,7 +7,7 @@ computes.  What it says of its memory it reads from SGLang's own tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,11 +18,9 @@ from reference.contract import (
     Capability,
     Chunk,
     Component,
-    Drafts,
     EngineFactory,
     EngineOptions,
     InvalidCall,
-    Places,
     RequestId,
     Rows,
     Sizes,
@@ -30,7 +28,6 @@ from reference.contract import (
     StepOutput,
     Tokens,
     Weights,
-    proceed,
 )
 from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.physical_pages import in_physical_pages
@@ -39,6 +36,7 @@ from systems.sglang.accounts import Accounts, Running
 from systems.sglang.budget import Budget
 from systems.sglang.forward import Forward
 from systems.sglang.loader import Release
+from systems.sglang.not_offered import NOT_OFFERED, NotOffered, given
 from systems.sglang.pools import Pools
 from systems.sglang.reading import Reading
 from systems.sglang.scheduler import Scheduler, tracked
@@ -48,7 +46,6 @@ INDEX_DIM, PHYSICAL_PAGE = 128, 64
 """What SGLang's kernels are written for."""
 MOST_TOKENS = 4096
 """Positions of a request that its page table has room for."""
-NOT_OFFERED = "the SGLang engine does not offer {}: take a target that does without."
 
 
 SHAPE = ModelShape(
@@ -84,7 +81,7 @@ def sizes(release: Release) -> tuple[Sizes, ...]:
 def capabilities(release: Release) -> frozenset[Capability]:
     """What the engine of a release can do."""
     logical = {Capability.RAW} if release.differences.logical_pages else set()
-    return frozenset({Capability.STAMPED, Capability.PREFIX_SHARING} | logical)
+    return frozenset({Capability.STAMPED, Capability.PREFIX_SHARING, Capability.CHUNKS} | logical)
 
 
 def factory(release: Release) -> EngineFactory:
@@ -107,7 +104,7 @@ def factory(release: Release) -> EngineFactory:
     return build
 
 
-class SGLangEngine:
+class SGLangEngine(NotOffered):
     """`reference.contract.Engine` tells what each call does, takes and returns."""
 
     def __init__(
@@ -156,7 +153,7 @@ class SGLangEngine:
 
     def extend(self, chunks: Sequence[Chunk]) -> list[StepOutput]:
         running = [self._find(chunk.request) for chunk in chunks]
-        rows = [_given(chunk.rows) for chunk in chunks]
+        rows = [given(chunk.rows) for chunk in chunks]
         for each, chunk in zip(running, chunks, strict=True):
             if not each.length < chunk.stop <= len(each.tokens):
                 raise InvalidCall(
@@ -179,27 +176,21 @@ class SGLangEngine:
     def decode(
         self, requests: Sequence[RequestId], tokens: Tokens, rows: Rows | None = None
     ) -> list[StepOutput]:
-        running, given = [self._find(request) for request in requests], _given(rows)
+        running, rows = [self._find(request) for request in requests], given(rows)
         for request, each in zip(requests, running, strict=True):
             if each.length < len(each.tokens):
                 raise InvalidCall(f"request {request} is not prefilled yet: extend it first.")
         self._budget.require_decode(running)
         starts = [each.length for each in running]
         batch = self._scheduler.step([each.req for each in running], [int(t) for t in tokens])
-        self._forward.decode(batch, given)
-        self._states.stepped(batch, given.state)
+        self._forward.decode(batch, rows)
+        self._states.stepped(batch, rows.state)
         self._scheduler.stepped(batch)
         for each, token in zip(running, tokens, strict=True):
             each.tokens.append(int(token))
             each.length += 1
         self._settle()
         return self._silent(requests, starts)
-
-    def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
-        raise InvalidCall(NOT_OFFERED.format("verify"))
-
-    def accept(self, request: RequestId, count: int) -> None:
-        raise InvalidCall(NOT_OFFERED.format("accept"))
 
     def finish(self, request: RequestId) -> None:
         self._leave(request, keep=True)
@@ -223,27 +214,6 @@ class SGLangEngine:
         went = self._scheduler.evict(pages * self.geometry.logical_page_size)
         self._settle()
         return went // self.geometry.logical_page_size
-
-    def back_up(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
-        raise InvalidCall(NOT_OFFERED.format("a host tier"))
-
-    def restore(self, tokens: Tokens, *, before: Callable[[str], None] = proceed) -> int:
-        raise InvalidCall(NOT_OFFERED.format("a host tier"))
-
-    def places(self, request: RequestId) -> Places:
-        raise InvalidCall(NOT_OFFERED.format("transfers"))
-
-    def reserve(self, request: RequestId, tokens: Tokens) -> Places:
-        raise InvalidCall(NOT_OFFERED.format("transfers"))
-
-    def adopt(self, request: RequestId) -> None:
-        raise InvalidCall(NOT_OFFERED.format("transfers"))
-
-    def drop(self, request: RequestId) -> None:
-        raise InvalidCall(NOT_OFFERED.format("transfers"))
-
-    def regions(self) -> Mapping[str, Tensor]:
-        raise InvalidCall(NOT_OFFERED.format("transfers"))
 
     def read(
         self, request: RequestId, component: Component, layer: int, start: int, stop: int
@@ -273,12 +243,6 @@ class SGLangEngine:
             StepOutput(request=request, start=start, selected=selected, logits=logits)
             for request, start in zip(requests, starts, strict=True)
         ]
-
-
-def _given(rows: Rows | None) -> Rows:
-    if rows is None:
-        raise InvalidCall("this is a stamped engine: give the rows to store with each step.")
-    return rows
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
