@@ -70,8 +70,10 @@ class OptimizedEngine:
                 Capability.PREFIX_SHARING,
                 Capability.CHUNKS,
                 Capability.ANY_CHUNK,
+                Capability.ANY_DRAFTS,
                 Capability.EVERY_CHECKPOINT,
                 Capability.FRUGAL_EVICTION,
+                Capability.KEEPS_AGE,
                 # a hot buffer has one newest row, and a verify would store several
                 *(() if sizes else (Capability.VERIFY,)),
                 Capability.RAW,

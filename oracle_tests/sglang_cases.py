@@ -24,6 +24,7 @@ from reference.contract import (
     Chunk,
     Component,
     ContractError,
+    Drafts,
     Engine,
     EngineFactory,
     EngineOptions,
@@ -33,7 +34,7 @@ from reference.contract import (
     Snapshot,
     System,
 )
-from reference.prefix import judge_snapshot
+from reference.prefix import cached_prefixes, judge_snapshot
 
 PROMPT = list(range(1, 321))
 
@@ -41,8 +42,8 @@ PROMPT = list(range(1, 321))
 class Caller:
     """An engine, and what its requests' rows must be."""
 
-    def __init__(self, system: System, **options: Any) -> None:
-        size = system.sizes[0]
+    def __init__(self, system: System, *, drafts: bool = False, **options: Any) -> None:
+        size = system.sizes[drafts]
         given = {"pages": 13, "state_slots": 16, "max_requests": 4} | options
         self.stamper = stamper_of(size.geometry, size.shape)
         asked = EngineOptions(**given, ape=self.stamper.ape)
@@ -74,6 +75,35 @@ class Caller:
         chains = np.array([self.stamper.chain(self.tokens[name])[-1] for name in names])
         added = [self.tokens[name][-1] for name in names]
         self.engine.decode([RequestId(n) for n in names], added, self.stamper.step_rows(chains))
+
+    def verify(self, kept: dict[int, int], *, token: int) -> None:
+        """Drafts of each of these in one step, of which so many are kept."""
+        width, asked = self.engine.geometry.max_drafts, []
+        for name in kept:
+            tokens = [token + 100 * name + i for i in range(width)]
+            chain = self.stamper.chain(self.tokens[name] + tokens)
+            rows = self.stamper.step_rows(chain[len(self.tokens[name]) :])
+            asked.append(Drafts(request=RequestId(name), tokens=tokens, rows=rows))
+        self.engine.verify(asked)
+        for (name, count), drafts in zip(kept.items(), asked, strict=True):
+            self.engine.accept(RequestId(name), count)
+            self.tokens[name] += drafts.tokens[:count]
+
+    def states(self, chains: Sequence[Any]) -> list[tuple[int, bool]]:
+        """Of each cached prefix its length, and whether its KDA state is that of its last
+        position in one of these chains."""
+        stored = self.engine.raw(Component.STATE, 0).numpy()
+        return sorted(
+            (
+                length,
+                any(
+                    (stored[slot] == self.stamper.expected(Component.STATE, ends, 0)[0]).all()
+                    for ends in (mix(chain[length - 1 : length]) for chain in chains)
+                ),
+            )
+            for node in self.engine.inspect().cached
+            for length, slot in node.checkpoints.items()
+        )
 
     def wrong(self, name: int) -> dict[str, list[int]]:
         """Of each component the rows of a request that it reads and that are not its own."""
@@ -125,13 +155,33 @@ def life(system: System) -> dict[str, Any]:
         "kept": kept,
         "again": again,
         "resumed": resumed,
-        "judged": [*_judged(caller, fresh, running), *_judged(caller, fresh, left)],
+        "judged": [*judged(caller, fresh, running), *judged(caller, fresh, left)],
         "evicted": went == len(left.ref_counts),
         "conserved": (empty.free_pages, empty.free_states) == (fresh.free_pages, fresh.free_states),
     }
 
 
-def _judged(caller: Caller, fresh: Snapshot, snapshot: Snapshot) -> list[str]:
+def evicted_after_a_cut(system: System, cut: bool) -> list[int]:
+    """Two prefixes are cached, and one is evicted: how much is left of the older and of the newer
+    one, if a third request has shared a page of the older one meanwhile, and without."""
+    caller = Caller(system)
+    engine = caller.engine
+    prompts = [list(range(5000 * name, 5000 * name + 769)) for name in range(3)]
+    for name in (0, 1):
+        caller.submit(name, prompts[name])
+        caller.extend(name)
+        engine.finish(RequestId(name))
+    if cut:
+        caller.submit(2, prompts[0][:256] + prompts[2])
+    engine.evict(1)
+    paths = [path.tokens for path in cached_prefixes(engine.inspect().cached).values()]
+    return [
+        max([len(tokens) for tokens in paths if tokens[0] == prompt[0]], default=0)
+        for prompt in prompts[:2]
+    ]
+
+
+def judged(caller: Caller, fresh: Snapshot, snapshot: Snapshot) -> list[str]:
     sizes = {"pages": len(fresh.free_pages) + 1, "state_slots": len(fresh.free_states) + 1}
     return judge_snapshot(snapshot, caller.engine.geometry, **sizes)
 
@@ -166,18 +216,20 @@ def refused(kind: type[ContractError], call: Callable[[], object]) -> str:
     return ""
 
 
-def campaign(system: System, target: str, seeds: Sequence[int]) -> list[list[str]]:
-    """The signatures that each seed of a target ends with."""
-    outcomes = [executed(system, target, Tape(seed=seed)) for seed in seeds]
+def campaign(
+    system: System, target: str, seeds: Sequence[int], drafts: bool = False
+) -> list[list[str]]:
+    """The signatures that each seed of a target ends with, with drafts or without."""
+    outcomes = [executed(system, target, Tape(seed=seed), drafts) for seed in seeds]
     return [[violation.signature for violation in outcome.violations] for outcome in outcomes]
 
 
-def killed(system: System, runs: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def killed(system: System, runs: Sequence[tuple[str, int]], drafts: bool = False) -> dict[str, Any]:
     """What the first of these targets and seeds that fails ends with, and how many were tried.
     A crash kills nothing: the oracles are to say what is wrong."""
     crashes = set()
     for tried, (target, seed) in enumerate(runs, 1):
-        for violation in executed(system, target, Tape(seed=seed)).violations:
+        for violation in executed(system, target, Tape(seed=seed), drafts).violations:
             if violation.oracle != "crash":
                 said = {"by": violation.signature, "sentence": violation.sentence}
                 return {**said, "executions": tried, "crashes": sorted(crashes)}
@@ -202,7 +254,9 @@ def replayed(system: System, values: Sequence[int]) -> dict[str, Any]:
     return _told(executed(system, "prefix_split", Tape(values)))
 
 
-def executed(system: System, target: str, tape: Tape) -> Outcome:
+def executed(system: System, target: str, tape: Tape, drafts: bool = False) -> Outcome:
+    # one of the sizes, so that a seed means the same whatever others there are
+    system = replace(system, sizes=(system.sizes[drafts],))
     return execute_here(system, find(target), tape, pin=Pin())
 
 
@@ -304,14 +358,7 @@ def mixed_chunks(system: System, decodes: int) -> dict[str, Any]:
         ends.append(stop)
         if stop == len(prompt):
             break
-    states = engine.raw(Component.STATE, 0).numpy()
-    right = {}
-    for node in engine.inspect().cached:
-        for length, slot in node.checkpoints.items():
-            stamps = mix(chain[length - 1 : length])
-            own = caller.stamper.expected(Component.STATE, stamps, 0)[0]
-            right[length] = bool((states[slot] == own).all())
-    return {"ends": ends[1:], "right": sorted(right.items())}
+    return {"ends": ends[1:], "right": caller.states([chain])}
 
 
 def _chunk_end(policies: Any, engine: Any, budget: int, decodes: int) -> int:

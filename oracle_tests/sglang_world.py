@@ -2,7 +2,7 @@
 
 One process holds one release, and what a case plants in it must not stay.  `python -m
 oracle_tests.sglang_world RELEASE FUNCTION ARGUMENTS [MUTANT]` prints what it returns; arguments
-and result are JSON.
+and result are JSON.  FUNCTION may be MODULE.FUNCTION, of another module of the tests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def on(release: str, function: str, *arguments: Any, mutant: str | None = None) -> Any:
-    """What `function(system, *arguments)` of `sglang_cases` or `sglang_hot_runs` returns, for the
-    system of a release, with a mutant of `systems.sglang.mutants` in it or none."""
+    """What `function(system, *arguments)` of `sglang_cases`, or of another module of the tests if
+    it is named, returns, for the system of a release, with a mutant of `systems.sglang.mutants` in
+    it or none."""
     command = [sys.executable, "-m", __name__, release, function, json.dumps(arguments)]
     command += [mutant] if mutant else []
     done = subprocess.run(
@@ -32,7 +34,6 @@ def on(release: str, function: str, *arguments: Any, mutant: str | None = None) 
 if __name__ == "__main__":
     import torch
 
-    from oracle_tests import sglang_cases, sglang_hot_runs
     from systems import load
     from systems.sglang import mutants
 
@@ -40,5 +41,6 @@ if __name__ == "__main__":
     for name in sys.argv[4:]:
         mutants.plant(name)
     system = load(f"sglang=={sys.argv[1]}")
-    known = {**vars(sglang_cases), **vars(sglang_hot_runs)}
-    print(json.dumps(known[sys.argv[2]](system, *json.loads(sys.argv[3]))))
+    module, _, function = sys.argv[2].rpartition(".")
+    cases = import_module(f"oracle_tests.{module or 'sglang_cases'}")
+    print(json.dumps(getattr(cases, function)(system, *json.loads(sys.argv[3]))))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from oracle_tests import sglang_world
 from oracle_tests.sglang_hot_cases import TOPK, on
 from systems.sglang.transfer_scenarios import SCENARIOS
 from systems.sglang.wheels import unpacked
@@ -54,6 +55,15 @@ def test_hisparse_drops_the_tail(release: str) -> None:
     found = on(release, "tail")
     assert found["given"] == found["asked"][:TOPK]
     assert found["asked"][TOPK:] == [148, 149, 150]
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.21", "0.5.22", "0.5.23"])
+def test_the_rest_of_a_split_prefix_outlives_newer_ones(release: str) -> None:
+    older, newer = sglang_world.on(release, "evicted_after_a_cut", True)
+    assert (older, newer) == (768, 0)
+    # the control: uncut, the older one goes
+    assert sglang_world.on(release, "evicted_after_a_cut", False) == [0, 768]
 
 
 def test_every_page_is_listed_and_names_what_there_is() -> None:

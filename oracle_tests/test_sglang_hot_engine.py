@@ -29,7 +29,7 @@ SEEDS = [1, 3]
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """All of `sglang_hot_runs` on the latest release."""
-    return dict(on("0.5.23", "hot", SEEDS))
+    return dict(on("0.5.23", "sglang_hot_runs.hot", SEEDS))
 
 
 @pytest.mark.sglang

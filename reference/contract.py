@@ -50,10 +50,16 @@ class Capability(StrEnum):
     CHUNKS            prefills a prompt in several chunks; without it, in one.
     ANY_CHUNK         a chunk may end anywhere; without it, one that leaves its prompt unfinished
                       ends with a logical page.
+    ANY_DRAFTS        a verify takes any number of drafts up to `max_drafts`, an accept may keep
+                      none, and requests decode too; without it, with drafts, a verify takes
+                      `max_drafts` always, for which it may want twice the room, an accept keeps
+                      one at least, and nobody decodes.
     EVERY_CHECKPOINT  keeps the KDA state at every `mamba_track_interval` that a step passes, and
                       leaves a request's pages up to the last of them in the cache; without it, at
                       those that it likes.
     FRUGAL_EVICTION   evicts no more than a step needs; without it, also what an estimate wants.
+    KEEPS_AGE         the rest of a cached prefix that another one cuts stays as old as it was;
+                      without it, it may become recent.
     HOT_AHEAD         under HiSparse a request has its whole hot buffer from its submit on, with its
                       newest position in it from the end of its prompt on, and each logical page a
                       host page; without it, all three come as the first row is to be stored there.
@@ -66,8 +72,10 @@ class Capability(StrEnum):
     PREFIX_SHARING = "prefix_sharing"
     CHUNKS = "chunks"
     ANY_CHUNK = "any_chunk"
+    ANY_DRAFTS = "any_drafts"
     EVERY_CHECKPOINT = "every_checkpoint"
     FRUGAL_EVICTION = "frugal_eviction"
+    KEEPS_AGE = "keeps_age"
     VERIFY = "verify"
     RAW = "raw"
     HISPARSE = "hisparse"

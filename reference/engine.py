@@ -66,7 +66,7 @@ class ReferenceEngine:
         self.shape = shape
         run = Capability.STAMPED if weights is None else Capability.MODEL
         self.capabilities = frozenset(
-            {run, Capability.VERIFY, Capability.CHUNKS, Capability.ANY_CHUNK}
+            {run, Capability.VERIFY, Capability.ANY_DRAFTS, Capability.CHUNKS, Capability.ANY_CHUNK}
         )
         self._options = options
         sizes = (len(shape.dsa_layers), geometry.kpool, shape.index_dim)

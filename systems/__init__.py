@@ -15,6 +15,7 @@ _OWN = frozenset(
         Capability.STAMPED,
         Capability.MODEL,
         Capability.VERIFY,
+        Capability.ANY_DRAFTS,
         Capability.CHUNKS,
         Capability.ANY_CHUNK,
     }

@@ -35,6 +35,8 @@ class Exact:
         fresh = world.engine.inspect()
         self._pages, self._states = len(fresh.free_pages) + 1, len(fresh.free_states) + 1
         self._shares = Capability.PREFIX_SHARING in world.engine.capabilities
+        any_drafts = Capability.ANY_DRAFTS in world.engine.capabilities
+        self._ahead = world.geometry.max_drafts * (1 if any_drafts else 2)
         self._every = Capability.EVERY_CHECKPOINT in world.engine.capabilities
         self._history = History(world)
 
@@ -192,7 +194,7 @@ class Exact:
         pages = states = 0
         for request in step.calls:
             client, view = world.clients[request], before.requests[request]
-            stop = len(client.tokens) + max(8, world.geometry.max_drafts)
+            stop = len(client.tokens) + max(8, self._ahead)
             pages += pages_for(stop, world.geometry) - len(view.pages)
             states += _states_within(view, stop, world) + 2 * (view.state_slot is None)
         return pages <= spare_pages(before) + len(_evictable_pages(before)) and states <= len(

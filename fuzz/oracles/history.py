@@ -48,10 +48,12 @@ class History:
         self._now += 1
         # An admission evicts after its match, an insert comes after all evictions.
         self._admitted(step)
+        self._cut(step)
         self._looked_up(step)
         if step.after.evicted_pages > step.before.evicted_pages and step.refused is None:
             found["evict"] = list(self._evictions(step))
         self._inserted(step)
+        self._use(self._perhaps_used, _grown(step))
         if came := self._restoration(step):
             self._use(self._used, came.path)
         self._last = msgspec.msgpack.encode(step.after)
@@ -105,6 +107,14 @@ class History:
             self._use(self._perhaps_used, matching(tokens, after.cached, size))
             if request in after.requests:
                 self._use(self._used, after.requests[request].pages[: step.hit // size])
+
+    def _cut(self, step: Step) -> None:
+        """Without `KEEPS_AGE` the rest of a prefix that was cut may count as used."""
+        if Capability.KEEPS_AGE not in self._world.engine.capabilities:
+            whole = {node.pages[0] for node in step.before.cached}
+            parts = [node for node in step.after.cached if node.pages[0] not in whole]
+            before = {page for node in step.before.cached for page in node.pages}
+            self._use(self._perhaps_used, before.intersection(p for n in parts for p in n.pages))
 
     def _inserted(self, step: Step) -> None:
         """An insert uses the whole path; one that brings no checkpoint may do nothing."""
@@ -195,6 +205,17 @@ def spare_pages(snapshot: Snapshot) -> int:
     HiSparse."""
     free = len(snapshot.free_pages)
     return free if snapshot.hot is None else min(free, len(snapshot.hot.free_host))
+
+
+def _grown(step: Step) -> Iterator[int]:
+    """Pages of the paths that a step put something new on: whether a chunk is cached that leaves
+    its prompt unfinished is the engine's affair."""
+    if step.wrote:
+        old = {end for _, ends in _page_ends(step.before.cached) for end in ends}
+        paths = cached_prefixes(step.after.cached)
+        for node, ends in _page_ends(step.after.cached):
+            if ends[-1] not in old:
+                yield from paths[node.node].pages
 
 
 def _gone(before: Iterable[CachedNode], after: Iterable[CachedNode]) -> list[Gone]:

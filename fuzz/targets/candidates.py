@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fuzz.step import Client, World
 from fuzz.tape import Tape
+from reference.contract import Capability
 
 
 class Candidates:
@@ -13,22 +14,31 @@ class Candidates:
 
     Fields:
         running: those that ran when the present operation began.
+        fixed_drafts: those of every verify, of an engine that then does not decode; 0 for any.
     """
 
     def __init__(self, world: World, tape: Tape, max_length: int) -> None:
         self._world, self._tape, self._max_length = world, tape, max_length
         self.running: list[Client] = []
+        self._drafts = world.geometry.max_drafts
+        any_drafts = Capability.ANY_DRAFTS in world.engine.capabilities
+        self.fixed_drafts = 0 if any_drafts else self._drafts
 
     def unfilled(self) -> list[Client]:
         return [c for c in self.running if c.length < len(c.tokens)]
 
     def decodable(self) -> list[Client]:
-        return [
-            c for c in self.running if c.length == len(c.tokens) < self._max_length and not c.drafts
-        ]
+        return [] if self.fixed_drafts else self._growing(1)
 
     def verifiable(self) -> list[Client]:
-        return self.decodable() if self._world.geometry.max_drafts else []
+        return self._growing(self.fixed_drafts or 1) if self._drafts else []
+
+    def _growing(self, room: int) -> list[Client]:
+        return [
+            c
+            for c in self.running
+            if c.length == len(c.tokens) <= self._max_length - room and not c.drafts
+        ]
 
     def pending(self) -> list[Client]:
         return [c for c in self.running if c.drafts]

@@ -343,6 +343,8 @@ class Session:
         first = 1 + self.tape.draw(most, favour=[most - 1] if many else ())
         others = self.tape.draw(most + 1)
         counts = [first] + [others or first] * (len(clients) - 1)
+        if fixed := self._whom.fixed_drafts:
+            counts = [fixed] * len(clients)
         drafts = (f"{n} drafts of {c.name}" for c, n in zip(clients, counts, strict=True))
         step = self._begin("verify " + ", ".join(drafts))
         step.calls.update(c.request for c in clients)
@@ -373,6 +375,8 @@ class Session:
         drafts = len(client.drafts)
         many = drafts > self.world.geometry.mamba_track_interval
         kept = self.tape.draw(drafts + 1, favour=[drafts] if many else ())
+        if self._whom.fixed_drafts:
+            kept = max(kept, 1)
         step = self._begin(f"accept {kept} of {drafts} drafts of {client.name}")
         step.calls.add(client.request)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -23,11 +23,15 @@ class Running:
         req: SGLang's own.
         tokens: prompt and what was decoded.
         length: positions stored.
+        drafts: tokens that a verify has stored behind them, until it is known how many stay.
+        states: those behind each of the drafts, [n, kda_layers, width].
     """
 
     req: Any
     tokens: list[int]
     length: int
+    drafts: list[int] = field(default_factory=list)
+    states: Tensor | None = None
 
     @property
     def started(self) -> bool:
@@ -105,6 +109,7 @@ class Accounts:
             slot=int(kv.req_pool_idx),
             state_slot=resumed,
             state_position=int(kv.kv_committed_len),
+            pending=len(each.drafts),
             checkpoints={
                 int(kv.mamba_last_track_seqlen or 0): slot
                 for slot in kv.mamba_ping_pong_track_buffer.tolist()

@@ -47,6 +47,12 @@ class Budget:
         """Raises OutOfMemory unless each request can store one position more."""
         self._require_pages([(each.allocated, each.length + 1) for each in running])
 
+    def require_verify(self, running: Sequence[Running]) -> None:
+        """Raises OutOfMemory unless each request can store its drafts, for which SGLang reserves
+        twice the room."""
+        ahead = 2 * self._geometry.max_drafts
+        self._require_pages([(each.allocated, each.length + ahead) for each in running])
+
     def _require_pages(self, spans: Sequence[tuple[int, int]]) -> None:
         size = self._geometry.logical_page_size
         needed = sum(-(-stop // size) - -(-start // size) for start, stop in spans)

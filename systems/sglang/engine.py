@@ -18,6 +18,7 @@ from reference.contract import (
     Capability,
     Chunk,
     Component,
+    Drafts,
     EngineFactory,
     EngineOptions,
     InvalidCall,
@@ -46,6 +47,9 @@ INDEX_DIM, PHYSICAL_PAGE = 128, 64
 """What SGLang's kernels are written for."""
 MOST_TOKENS = 4096
 """Positions of a request that its page table has room for."""
+DRAFTS = 6
+"""Of a verify: more than a group, so that one can close two; not a multiple, so that a ring's
+turns and its groups fall apart."""
 
 
 SHAPE = ModelShape(
@@ -75,13 +79,20 @@ def sizes(release: Release) -> tuple[Sizes, ...]:
         topk=8,
         mamba_track_interval=4 * PHYSICAL_PAGE,
     )
-    return (Sizes(geometry=geometry, shape=SHAPE),)
+    drafting = replace(geometry, max_drafts=DRAFTS)
+    return tuple(Sizes(geometry=each, shape=SHAPE) for each in (geometry, drafting))
 
 
 def capabilities(release: Release) -> frozenset[Capability]:
     """What the engine of a release can do."""
     logical = {Capability.RAW} if release.differences.logical_pages else set()
-    return frozenset({Capability.STAMPED, Capability.PREFIX_SHARING, Capability.CHUNKS} | logical)
+    own = (
+        Capability.STAMPED,
+        Capability.PREFIX_SHARING,
+        Capability.CHUNKS,
+        Capability.VERIFY,
+    )
+    return frozenset({*own, *logical})
 
 
 def factory(release: Release) -> EngineFactory:
@@ -122,8 +133,9 @@ class SGLangEngine(NotOffered):
         ape = options.ape
         if ape is None:
             ape = torch.zeros(len(shape.dsa_layers), geometry.kpool, shape.index_dim)
-        self._forward = Forward(geometry, shape, self.pools, ape.float())
-        self._scheduler = Scheduler(self.pools, release.differences)
+        head_gates = release.differences.head_gates
+        self._forward = Forward(geometry, shape, self.pools, ape.float(), head_gates=head_gates)
+        self._scheduler = Scheduler(self.pools, release.differences, drafts=geometry.max_drafts)
         self._states = States(geometry, self.pools)
         self._budget = Budget(geometry, self.pools)
         self._accounts = Accounts(geometry, self.pools)
@@ -180,6 +192,8 @@ class SGLangEngine(NotOffered):
         for request, each in zip(requests, running, strict=True):
             if each.length < len(each.tokens):
                 raise InvalidCall(f"request {request} is not prefilled yet: extend it first.")
+        if self.geometry.max_drafts:
+            raise InvalidCall("an engine with drafts does not decode: verify instead.")
         self._budget.require_decode(running)
         starts = [each.length for each in running]
         batch = self._scheduler.step([each.req for each in running], [int(t) for t in tokens])
@@ -191,6 +205,35 @@ class SGLangEngine(NotOffered):
             each.length += 1
         self._settle()
         return self._silent(requests, starts)
+
+    def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
+        width = self.geometry.max_drafts
+        running = [self._find(each.request) for each in drafts]
+        rows = [given(each.rows) for each in drafts]
+        for each, asked in zip(running, drafts, strict=True):
+            _require_verifiable(each, asked, width)
+        self._budget.require_verify(running)
+        batch = self._scheduler.drafted([each.req for each in running])
+        self._forward.verify(batch, _joined(rows))
+        for each, asked, part in zip(running, drafts, rows, strict=True):
+            each.drafts, each.states = [int(token) for token in asked.tokens], part.state.clone()
+        self._settle()
+        return self._silent([each.request for each in drafts], [each.length for each in running])
+
+    def accept(self, request: RequestId, count: int) -> None:
+        each = self._find(request)
+        if not 0 < count <= len(each.drafts) or each.states is None:
+            raise InvalidCall(
+                f"request {request} has {len(each.drafts)} drafts pending: accept one at least, "
+                f"and no more, not {count}."
+            )
+        kept = each.drafts[:count]
+        batch, last, cached = self._scheduler.accepted(each.req, kept)
+        self._states.accepted(batch, each.states, last, cached)
+        each.tokens += kept
+        each.length += count
+        each.drafts, each.states = [], None
+        self._settle()
 
     def finish(self, request: RequestId) -> None:
         self._leave(request, keep=True)
@@ -243,6 +286,20 @@ class SGLangEngine(NotOffered):
             StepOutput(request=request, start=start, selected=selected, logits=logits)
             for request, start in zip(requests, starts, strict=True)
         ]
+
+
+def _require_verifiable(each: Running, asked: Drafts, width: int) -> None:
+    """Raises InvalidCall unless these are drafts that SGLang would verify."""
+    if not width or len(asked.tokens) != width:
+        raise InvalidCall(
+            f"request {asked.request} has {len(asked.tokens)} drafts: SGLang verifies the "
+            f"geometry's max_drafts, {width}, always."
+        )
+    if each.length < len(each.tokens) or each.drafts:
+        raise InvalidCall(
+            f"request {asked.request} is not ready for drafts: extend it to the end of its "
+            "prompt, and accept what is pending."
+        )
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

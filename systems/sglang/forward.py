@@ -25,6 +25,7 @@ class Forward:
     """The model runner of one engine.
 
     ape: [dsa_layers, kpool, index_dim] float32.
+    head_gates: as of the release's `Differences`.
     """
 
     def __init__(
@@ -33,8 +34,11 @@ class Forward:
         shape: ModelShape,
         pools: Pools,
         ape: Tensor,
+        *,
+        head_gates: bool,
     ) -> None:
         self._geometry, self._shape, self._pools = geometry, shape, pools
+        self._head_gates = head_gates
         self._modes = import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
         self._contexts = import_module("sglang.srt.model_executor.forward_context")
         self.backend = self._build_backend()
@@ -57,6 +61,14 @@ class Forward:
         """Store the new position of each request of a batch that was prepared for it."""
         forward = self._forward_batch(batch)
         forward.positions = batch.seq_lens - 1
+        self._run(forward, rows)
+
+    def verify(self, batch: Any, rows: Rows) -> None:
+        """Store the drafts of each request of a batch that was prepared for it, at the positions
+        from its length on; `rows` are those of all requests, one behind the other."""
+        forward = self._forward_batch(batch)
+        ahead = torch.arange(self._geometry.max_drafts)
+        forward.positions = (batch.seq_lens[:, None] + ahead).flatten()
         self._run(forward, rows)
 
     def _forward_batch(self, batch: Any) -> SimpleNamespace:
@@ -93,13 +105,21 @@ class Forward:
     def _index(self, layer: int, number: int, forward: SimpleNamespace, rows: Rows) -> None:
         """Pool the keys of a layer.  What is projected is the gates, by the identity, so that they
         are what the indexer works out."""
-        self._indexers[layer]._compress_write(
-            x=rows.gate[layer].bfloat16(),
-            key=rows.key[layer].bfloat16(),
-            positions=forward.positions,
-            forward_batch=forward,
-            layer_id=number,
-            metadata=self.backend.get_indexer_metadata(number, forward),
+        indexer, key = self._indexers[layer], rows.key[layer].bfloat16()
+        given = {
+            "x": rows.gate[layer].bfloat16(),
+            "positions": forward.positions,
+            "forward_batch": forward,
+            "layer_id": number,
+            "metadata": self.backend.get_indexer_metadata(number, forward),
+        }
+        if not forward.forward_mode.is_target_verify():
+            indexer._compress_write(key=key, **given)
+            return
+        projected = (None, key, None, None) if self._head_gates else (None, key, None)
+        indexer._get_q_k_bf16 = lambda *_, **__: projected
+        indexer._forward_cuda_target_verify(
+            q_lora=None, act_quant=None, enable_dual_stream=False, return_indices=False, **given
         )
 
     def _build_backend(self) -> Any:

@@ -28,6 +28,11 @@ FULL = "sglang.srt.mem_cache.unified_cache.components.full"
 STATES = "sglang.srt.mem_cache.unified_cache.components.mamba"
 BATCH = "sglang.srt.managers.schedule_batch"
 COMMON = "sglang.srt.mem_cache.common"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
+VERIFY_PLAN = "_update_kpool_write_plan_kernel"
+VERIFY = "_kpool_write_tail_and_maybe_compress_kernel"
+COMMIT = "_fused_commit_track_indices_kernel"
 WRITE = "_kpool_assemble_softmax_rotate_write_cache_kernel"
 DECODE = "_kpool_decode_update_and_maybe_write_cache_kernel"
 GATHER = "_gather_index_k_scale_prefix_into_kernel"
@@ -205,6 +210,48 @@ MUTANTS: dict[str, Mutant] = {
         "all scales of a page go to its first slot",
         KERNELS, DECODE,
         r"(// 4\n +\+) loc_token_offset_in_page", r"\1 0 * loc_token_offset_in_page",
+    ),
+    # the plan and the kernel of a verify, and what is kept of it
+    "verify_page_by_the_first_request": _mutant(
+        "the page of a draft's pooled key is that of the batch's first request",
+        KERNELS, VERIFY_PLAN, r"\(b \* N\)\.to", "(b * 0).to",
+    ),
+    "verify_row_of_the_batch": _mutant(
+        "a request's page table is looked for as though each had one draft",
+        KERNELS, VERIFY_PLAN, r"\(b \* N\)\.to", "(b * 1).to",
+    ),
+    "verify_physical_page": _mutant(
+        "a pooled key's physical page is taken for its logical one",
+        KERNELS, VERIFY_PLAN, r"(\n +)// POOL_SIZE\n", r"\1// 1\n",
+    ),
+    "verify_tail_from_the_first_draft": _mutant(
+        "a group is pooled from the first draft on",
+        KERNELS, VERIFY_PLAN, r"\(base_pool \* POOL_SIZE\)\.to", "(ws + 0).to",
+    ),
+    "verify_first_group_only": _mutant(
+        "of the groups that a verify closes, all but the first are left as they were",
+        KERNELS, VERIFY, r"if p < n_pool", "if (p < n_pool) & (p < 1)",
+    ),
+    "verify_ring_of_a_group": _mutant(
+        "drafts go round a ring of kpool rows",
+        KERNELS, VERIFY, r"\(write_start \+ i_n\) % TAIL_SIZE", "(write_start + i_n) % POOL_SIZE",
+    ),
+    "verify_rows_of_the_first_request": _mutant(
+        "the drafts of all requests are those of the first",
+        KERNELS, VERIFY, r"row = b \* N \+ i_n", "row = 0 * b + i_n",
+    ),
+    "verify_commits_one_short": _mutant(
+        "the last draft that is kept is not counted",
+        RESULTS, "_resolve_spec_v2_tokens",
+        r"kv_committed_len \+= num_accept_tokens", "kv_committed_len += num_accept_tokens - 1",
+    ),
+    "verify_keeps_the_first_state": _mutant(
+        "the state of a request is that behind its first draft",
+        SCATTER, COMMIT, r"row \+ al - 1", "row + 0 * al",
+    ),
+    "verify_reserve_leaks": _mutant(
+        "pages that were reserved for drafts are not given back",
+        COMMON, "_release_overallocated_kv_indices", r"if start_p < end_p", "if end_p < 0",
     ),
     # the read path
     "read_physical_pages": _mutant(

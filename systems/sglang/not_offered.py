@@ -1,4 +1,5 @@
-"""What no adapter of SGLang's offers: drafts, a host tier, and requests that move."""
+"""What the adapters of SGLang do not offer: a host tier, requests that move, and drafts, unless
+one says otherwise."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from systems.sglang.pools import Pools
 from systems.sglang.releases import Differences
 
 MANAGERS = "sglang.srt.managers"
+SPECULATIVE = "sglang.srt.speculative"
 UNKNOWN = 0
 """Stands for the token that was sampled last: SGLang appends it with the step that samples it, our
 caller names it with the next."""
@@ -28,12 +29,18 @@ caller names it with the next."""
 class Scheduler:
     """Drives the requests (SGLang's Req) of one engine."""
 
-    def __init__(self, pools: Pools, differences: Differences) -> None:
-        self._pools, self._differences = pools, differences
+    def __init__(self, pools: Pools, differences: Differences, *, drafts: int) -> None:
+        self._pools, self._differences, self._drafts = pools, differences, drafts
         self._batches = import_module(f"{MANAGERS}.schedule_batch")
         self._common = import_module("sglang.srt.mem_cache.common")
         self._parameters = import_module("sglang.srt.sampling.sampling_params")
-        self._no_drafts = import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm
+        self._modes = import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+        self._locs = import_module("sglang.kernels.ops.speculative.cache_locs")
+        self._verifying = import_module(f"{SPECULATIVE}.spec_utils")
+        self._commit = import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
+        self._grid = import_module("sglang.srt.runtime_context").mamba_track_grid
+        algorithms = import_module(f"{SPECULATIVE}.spec_info").SpeculativeAlgorithm
+        self._algorithm = algorithms.from_string("EAGLE" if drafts else None)
         self._samplings = import_module("sglang.srt.sampling.sampling_batch_info")
         self._model = setting.model_config()
         self._results = self._build_results()
@@ -86,6 +93,59 @@ class Scheduler:
         """The batch that decodes a token of each request, its memory allocated."""
         for request, token in zip(requests, tokens, strict=True):
             request.output_ids[-1] = token
+        batch = self._grown(requests)
+        batch.prepare_for_decode()
+        return batch
+
+    def drafted(self, requests: Sequence[Any]) -> Any:
+        """The batch that verifies drafts of each request, its memory allocated: as much as SGLang
+        reserves, which is whole pages."""
+        batch = self._grown(requests)
+        batch.prepare_for_decode()
+        batch.out_cache_loc = self._locs.assign_extend_cache_locs_uniform_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self._pools.requests.req_to_token,
+            start_offset=batch.seq_lens,
+            batch_size=len(requests),
+            draft_token_num=self._drafts,
+            device="cpu",
+        )
+        batch.forward_mode = self._modes.TARGET_VERIFY
+        return batch
+
+    def accepted(self, request: Any, drafts: Sequence[int]) -> tuple[Any, int, int]:
+        """Commit the first drafts of a request, one at least.  Which of the states behind its
+        drafts SGLang then keeps, by number: the last, and the one for its cache or -1.  The batch
+        says where that one goes."""
+        count, width = len(drafts), self._drafts
+        batch = self._grown([request])
+        self._verifying.prepare_mamba_track_for_verify(batch)
+        index = torch.full((1, width), -1)
+        index[0, :count] = torch.arange(count)
+        counts = torch.tensor([count])
+        last, cached = self._commit.fused_commit_track_indices(
+            index, counts, batch.seq_lens, width, self._grid(self._pools.tree.page_size)
+        )
+        # what SGLang calls the first draft is our caller's second: its first was sampled before
+        request.output_ids[-1] = drafts[0]
+        result = SimpleNamespace(
+            next_token_ids=torch.tensor([*drafts[1:], *[UNKNOWN] * (width - count + 1)]),
+            accept_lens=counts,
+            num_non_draft_tokens_per_req=1,
+            speculative_output_stride=width,
+            speculative_num_draft_tokens=width,
+            block_accept_lens=None,
+            cap_lens=None,
+            grammar_advanced=True,
+            grammar_retained_tokens=None,
+        )
+        (tokens,) = self._results._resolve_spec_v2_tokens(result, batch)
+        request.output_ids.extend(tokens)
+        self._results._handle_finish_state_updated_req(request, batch, result, 0, None)
+        return batch, int(last), int(cached)
+
+    def _grown(self, requests: Sequence[Any]) -> Any:
+        """The batch of requests that go on from what they have stored."""
         batch = self._batch(requests)
         lengths = torch.tensor([request.kv.kv_committed_len for request in requests])
         rows = torch.tensor([request.kv.req_pool_idx for request in requests])
@@ -95,7 +155,6 @@ class Scheduler:
         batch.sampling_info = self._samplings.SamplingBatchInfo.from_schedule_batch(
             batch, self._model.vocab_size
         )
-        batch.prepare_for_decode()
         return batch
 
     def stepped(self, batch: Any) -> None:
@@ -139,7 +198,7 @@ class Scheduler:
             pools.tree,
             self._model,
             False,
-            self._no_drafts.from_string(None),
+            self._algorithm,
         )
 
     def _build_results(self) -> Any:
@@ -149,6 +208,8 @@ class Scheduler:
         parts = {
             "tree_cache": self._pools.tree,
             "draft_worker": None,
+            "model_worker": SimpleNamespace(on_verify_complete_cpu=lambda *_, **__: None),
+            "metrics_reporter": SimpleNamespace(snapshot_spec_decode_metrics=lambda *_: None),
             "_maybe_collect_customized_info": lambda *_: None,
         }
         return object.__new__(type("Results", (module.SchedulerBatchResultProcessor,), parts))

@@ -36,12 +36,18 @@ def publish(geometry: Geometry) -> None:
         mamba_radix_cache_strategy="extra_buffer",
         attention_backend="dsa",
         disable_overlap_schedule=True,
+        # a chain of drafts, by whatever model: the target's caches do not see it
+        speculative_algorithm="EAGLE" if drafts else None,
+        speculative_eagle_topk=1 if drafts else None,
+        speculative_num_steps=max(drafts - 1, 1) if drafts else None,
         speculative_num_draft_tokens=drafts or None,
         _mamba_cache_chunk_size=max(STATE_CHUNK, page),
     ).install()
     _without_parallel(context.get_parallel())
     if not torch.cuda.is_available():
         _without_pinned_memory()
+        if drafts:
+            _with_verify_kernels()
 
 
 def model_config() -> Any:
@@ -60,6 +66,24 @@ def _without_parallel(parallel: Any) -> None:
         parallel.override_permanently(**alone)
     else:
         parallel.override(**alone).__enter__()
+
+
+def _with_verify_kernels() -> None:
+    """What plans and stores drafts are Triton kernels, which run here too; their modules ask for
+    a GPU before they launch them.  So does the function that says how long the context of each
+    draft is, which is for the selection: it is replaced."""
+    attention = "sglang.srt.layers.attention"
+    for name in ("kpool_plan", "dsa_indexer_kpool"):
+        import_module(f"{attention}.dsa.{name}").is_cuda = lambda: True
+    import_module("sglang.kernels.ops.speculative.cache_locs")._is_cuda = True
+    import_module(f"{attention}.dsa_backend").seqlens_expand_triton = _context_lengths
+
+
+def _context_lengths(added: torch.Tensor, whole: torch.Tensor, *_: int) -> torch.Tensor:
+    """[sum of added] int32: how much each added position sees, of requests that are then `whole`
+    long."""
+    spans = zip(added.tolist(), whole.tolist(), strict=True)
+    return torch.cat([torch.arange(stop - n + 1, stop + 1) for n, stop in spans]).int()
 
 
 def _without_pinned_memory() -> None:

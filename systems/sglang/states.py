@@ -69,6 +69,14 @@ class States:
         taken = batch.mamba_track_mask
         pool.copy_mamba_state(slots[taken].long(), batch.mamba_track_indices[taken])
 
+    def accepted(self, batch: Any, given: Tensor, last: int, cached: int) -> None:
+        """Write the state behind the last draft that the one request of a batch keeps, and the one
+        for its cache; `given` are those behind each of its drafts, [n, kda_layers, width]."""
+        (slot,) = self._pools.requests.get_mamba_indices(batch.req_pool_indices).tolist()
+        if cached >= 0:
+            self._write(int(batch.mamba_track_indices[0]), given[cached], behind=slot)
+        self._write(slot, given[last], behind=slot)
+
     def _write(self, slot: int, state: Tensor, *, behind: int) -> None:
         """Store a state [kda_layers, width], its matrix and then its convolution window, which
         follows from the one in the slot `behind`."""
