@@ -192,7 +192,7 @@ class Derived(stubs.StandIn("pydantic").BaseModel, extra="allow"):  # type: igno
     ],
 )
 def test_a_stand_in_fails_when_it_is_used(use):
-    sentence = r"SGLang used pydantic\.\w+.*: keep to .*take 'pydantic' out"
+    sentence = r"SGLang used pydantic\.\w+.*: keep to .*install 'pydantic'"
     with pytest.raises(stubs.Absent, match=sentence):
         use(stubs.StandIn("pydantic"))
 
@@ -209,17 +209,26 @@ def test_a_stand_in_can_be_named():
 
 
 def test_only_what_was_listed_is_stood_in_for():
-    finder = stubs._Finder()
-    assert finder.find_spec("transformers.models") is not None
-    assert finder.find_spec("flashinfer") is None
-    assert finder.find_spec("sglang.srt.utils.hf_transformers.common") is not None
-    assert finder.find_spec("sglang.srt.utils.hf_transformers_other") is None
+    assert stubs.ALWAYS.find_spec("transformers.models") is not None
+    assert stubs.ALWAYS.find_spec("yaml") is None
+    assert stubs.ELSE.find_spec("yaml") is not None
+    assert stubs.ELSE.find_spec("flashinfer") is None
+    assert stubs.ELSE.find_spec("sglang.srt.utils.hf_transformers.common") is not None
+    assert stubs.ELSE.find_spec("sglang.srt.utils.hf_transformers_other") is None
+
+
+NEEDED = (
+    *("torch", "torchgen", "functorch", "triton", "numpy", "msgspec", "packaging"),
+    "typing_extensions",
+    *("sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "setuptools"),
+)
+"""What comes with torch and with us."""
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("version", RELEASES)
 def test_a_release_imports_and_its_stand_ins_are_loud(version, tmp_path):
-    """Whether what they stand in for is installed or not."""
+    """Whether what they stand in for is installed or not, and with nothing else than we need."""
     # torch tries to import others of them
     for package in ("pydantic", "regex", "transformers", "zmq"):
         (tmp_path / f"{package}.py").write_text("raise SystemError('the installed one')")
@@ -227,6 +236,16 @@ def test_a_release_imports_and_its_stand_ins_are_loud(version, tmp_path):
         """
         import sys
         sys.path.insert(0, sys.argv.pop(1))
+        needed = set(sys.argv.pop(1).split())
+        from importlib.machinery import PathFinder
+        class Few(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                found = super().find_spec(name, path, target)
+                top = name.partition(".")[0]
+                elsewhere = found is None or "site-packages" not in str(found.origin)
+                return found if elsewhere or top in needed else None
+        sys.meta_path[sys.meta_path.index(PathFinder)] = Few
         from importlib import import_module
         from pathlib import Path
         from systems.sglang.loader import load
@@ -244,6 +263,7 @@ def test_a_release_imports_and_its_stand_ins_are_loud(version, tmp_path):
             print(refusal)
         """,
         tmp_path,
+        " ".join(NEEDED),
         wheels.unpacked(version),
         *MODULES,
     ).splitlines()

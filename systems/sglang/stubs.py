@@ -1,6 +1,6 @@
 """Stand-ins for third-party packages that SGLang imports and the cache path never calls.
 
-They stand in for packages that are installed, too: a release runs the same way everywhere, and
+Most stand in for packages that are installed, too: a release runs the same way everywhere, and
 loads in seconds.  A stand-in can be imported, named in an annotation, and derived from.  Whoever
 calls it, or makes an instance of a class that derives from it, or computes with it, gets an error
 which names it.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -44,6 +44,9 @@ PACKAGES = frozenset(
 """What SGLang imports on the way to its caches without providing for its absence.  What it does
 provide for must stay absent, so that it takes its own way."""
 
+IF_ABSENT = frozenset({"PIL", "psutil", "requests", "safetensors", "tqdm", "tvm_ffi", "yaml"})
+"""The same, of packages that others here may import: where they are installed, they are taken."""
+
 REPLACED = (
     "sglang.srt.entrypoints",
     "sglang.srt.model_loader",
@@ -67,8 +70,8 @@ class Absent(RuntimeError):
 def _refusal(path: str) -> Absent:
     return Absent(
         f"SGLang used {path}, for which there is only a stand-in here: keep to the calls that the "
-        f"adapter makes, or take {path.partition('.')[0]!r} out of systems.sglang.stubs.PACKAGES "
-        "and install it."
+        f"adapter makes, or install {path.partition('.')[0]!r} and take it out of "
+        "systems.sglang.stubs."
     )
 
 
@@ -142,18 +145,16 @@ class StandIn(ModuleType):
         return found
 
 
-_WITHIN = tuple(f"{name}." for name in REPLACED)
-
-
 class _Finder(MetaPathFinder, Loader):
-    """Finds stand-ins for PACKAGES before anything else is found, and within REPLACED for what is
-    not there."""
+    """Finds a stand-in for whatever lies in some packages."""
+
+    def __init__(self, packages: Iterable[str]) -> None:
+        self._packages = frozenset(packages)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        found = PathFinder.find_spec(name, path) if name.startswith(_WITHIN) else None
-        if name.partition(".")[0] not in PACKAGES and not name.startswith(_WITHIN):
-            return None
-        return found or ModuleSpec(name, self, is_package=True)
+        parts = name.split(".")
+        within = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        return ModuleSpec(name, self, is_package=True) if self._packages & {*within} else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return StandIn(spec.name)
@@ -162,7 +163,11 @@ class _Finder(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
+ALWAYS, ELSE = _Finder(PACKAGES), _Finder({*IF_ABSENT, *REPLACED})
+
+
 def install() -> None:
-    """Let PACKAGES be stand-ins from now on, in this process."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Let these packages be stand-ins from now on, in this process."""
+    if ALWAYS not in sys.meta_path:
+        sys.meta_path.insert(0, ALWAYS)
+        sys.meta_path.append(ELSE)
