@@ -102,10 +102,16 @@ def _quicken(interpreter: Any) -> None:
 
 @lru_cache
 def _check() -> None:
-    """Raise CannotLoad unless a kernel's casts equal torch's."""
+    """Raise CannotLoad unless a kernel runs, and its casts equal torch's."""
     import triton
 
-    wrong = mismatches()
+    try:
+        wrong = mismatches()
+    except Exception as error:  # whatever the interpreter makes of it
+        raise CannotLoad(
+            f"Triton {triton.__version__} cannot interpret a kernel with NumPy {np.__version__} "
+            f"({error}): install Triton 3.7 or later, or NumPy below 2.4."
+        ) from error
     if any(wrong.values()):
         counts = ", ".join(f"{name} {count}" for name, count in wrong.items())
         raise CannotLoad(
@@ -120,9 +126,12 @@ def mismatches() -> dict[str, int]:
     import triton.language as tl
 
     @triton.jit
-    def casts(values, to_bf16, to_e4m3, from_bf16, from_e4m3, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def casts(values, to_bf16, to_e4m3, from_bf16, from_e4m3, parts, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.arange(0, COUNT)
-        x = tl.load(values + at)
+        x = tl.zeros((COUNT,), tl.float32)
+        # a loop whose end is an argument, which Triton 3.6 cannot take from NumPy 2.4
+        for _ in range(parts):
+            x = tl.load(values + at)
         bf16, e4m3 = x.to(tl.bfloat16), x.to(tl.float8e4nv)
         tl.store(to_bf16 + at, bf16.to(tl.int16, bitcast=True))
         tl.store(to_e4m3 + at, e4m3.to(tl.int8, bitcast=True))
@@ -132,7 +141,7 @@ def mismatches() -> dict[str, int]:
     values = _probes()
     bf16, e4m3 = (torch.empty(PROBES, dtype=dtype) for dtype in (torch.int16, torch.int8))
     from_bf16, from_e4m3 = torch.empty_like(values), torch.empty_like(values)
-    casts[(1,)](values, bf16, e4m3, from_bf16, from_e4m3, COUNT=PROBES)
+    casts[(1,)](values, bf16, e4m3, from_bf16, from_e4m3, 1, COUNT=PROBES)
     most = torch.finfo(torch.float8_e4m3fn).max
     rounded = values.bfloat16().float()
     codes = values.clamp(-most, most).to(torch.float8_e4m3fn).float()
