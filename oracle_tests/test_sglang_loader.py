@@ -219,6 +219,7 @@ def test_only_what_was_listed_is_stood_in_for():
 
 NEEDED = (
     *("torch", "torchgen", "functorch", "triton", "numpy", "msgspec", "packaging"),
+    "psutil",
     "typing_extensions",
     *("sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "setuptools"),
 )

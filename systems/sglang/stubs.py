@@ -44,7 +44,7 @@ PACKAGES = frozenset(
 """What SGLang imports on the way to its caches without providing for its absence.  What it does
 provide for must stay absent, so that it takes its own way."""
 
-IF_ABSENT = frozenset({"PIL", "psutil", "requests", "safetensors", "tqdm", "tvm_ffi", "yaml"})
+IF_ABSENT = frozenset({"PIL", "requests", "safetensors", "tqdm", "tvm_ffi", "yaml"})
 """The same, of packages that others here may import: where they are installed, they are taken."""
 
 REPLACED = (
