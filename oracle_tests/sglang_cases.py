@@ -161,6 +161,19 @@ def life(system: System) -> dict[str, Any]:
     }
 
 
+def retracted_twice(system: System) -> dict[str, list[int]]:
+    """What a request reads wrong that was retracted, and again before it had begun anew."""
+    caller = Caller(system)
+    caller.submit(0, PROMPT)
+    caller.extend(0)
+    caller.decode(0, token=7000)
+    for _ in range(2):
+        caller.engine.retract(RequestId(0))
+        caller.submit(0, caller.tokens[0])
+    caller.extend(0)
+    return caller.wrong(0)
+
+
 def evicted_after_a_cut(system: System, cut: bool) -> list[int]:
     """Two prefixes are cached, and one is evicted: how much is left of the older and of the newer
     one, if a third request has shared a page of the older one meanwhile, and without."""

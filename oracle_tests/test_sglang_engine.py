@@ -38,6 +38,12 @@ def test_what_a_release_before_41494_keeps_apart_is_right_too(release):
     assert seen["conserved"]
 
 
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.23"])
+def test_a_request_that_is_retracted_before_it_has_begun_again_is_right(release):
+    """A campaign found the adapter take a token from it that had been given."""
+    assert on(release, "retracted_twice") == EMPTY
+
+
 @pytest.mark.parametrize("release", ["0.5.21", "0.5.23"])
 def test_refusals_name_the_cure_and_change_nothing(release):
     seen = on(release, "refusals")

@@ -248,7 +248,7 @@ class SGLangEngine(NotOffered):
 
     def retract(self, request: RequestId) -> tuple[int, ...]:
         each = self._find(request)
-        self._scheduler.retract(each.req)
+        self._scheduler.retract(each.req, sampled=each.length == len(each.tokens))
         self._retracted[request] = self._running.pop(request)
         self._settle()
         return tuple(each.tokens)

@@ -175,11 +175,12 @@ class Scheduler:
         name = "checkpoint" if self._differences.locks else "is_insert"
         self._common.release_kv_cache(request, tree, **{name: keep})
 
-    def retract(self, request: Any) -> None:
-        """Give back what a request holds, and make it ready to be admitted again."""
+    def retract(self, request: Any, *, sampled: bool) -> None:
+        """Give back what a request holds, and make it ready to be admitted again; without its next
+        token, if one was sampled since it was admitted."""
         self.release(request, keep=False)
         request.finished_reason = None
-        if request.output_ids:
+        if sampled:
             request.output_ids.pop()
         request.reset_for_retract()
 
