@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fuzz.outcome import Outcome
-from fuzz.run import execute_here
+from fuzz.run import execute, execute_here
 from fuzz.shrink import shrink
 from fuzz.stamps import mix, stamper_of
 from fuzz.tape import Tape
@@ -239,10 +239,11 @@ def campaign(
 
 def killed(system: System, runs: Sequence[tuple[str, int]], drafts: bool = False) -> dict[str, Any]:
     """What the first of these targets and seeds that fails ends with, and how many were tried.
-    A crash kills nothing: the oracles are to say what is wrong."""
-    crashes = set()
+    A crash kills nothing: the oracles are to say what is wrong.  Each run has a process of its own,
+    since a mutant may write anywhere."""
+    system, crashes = of_one_size(system, drafts), set()
     for tried, (target, seed) in enumerate(runs, 1):
-        for violation in executed(system, target, Tape(seed=seed), drafts).violations:
+        for violation in execute(system, find(target), Tape(seed=seed)).violations:
             if violation.oracle != "crash":
                 said = {"by": violation.signature, "sentence": violation.sentence}
                 return {**said, "executions": tried, "crashes": sorted(crashes)}
@@ -268,9 +269,12 @@ def replayed(system: System, values: Sequence[int]) -> dict[str, Any]:
 
 
 def executed(system: System, target: str, tape: Tape, drafts: bool = False) -> Outcome:
-    # one of the sizes, so that a seed means the same whatever others there are
-    system = replace(system, sizes=(system.sizes[drafts],))
-    return execute_here(system, find(target), tape, pin=Pin())
+    return execute_here(of_one_size(system, drafts), find(target), tape, pin=Pin())
+
+
+def of_one_size(system: System, drafts: bool) -> System:
+    """So that a seed means the same whatever other sizes there are."""
+    return replace(system, sizes=(system.sizes[drafts],))
 
 
 def _told(outcome: Outcome) -> dict[str, Any]:
