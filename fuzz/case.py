@@ -123,7 +123,8 @@ def check_same_run(case: Case, outcome: Outcome, path: Path) -> None:
     if case.setup != _cut(outcome.setup) or was != is_[: len(was)]:
         raise CaseError(
             f"{path} no longer fails, but its tape no longer gives the run that it tells of "
-            "either: replay it as it was saved, with the KVOracle release that saved it."
+            "either: replay it on the system that it was found on, with the KVOracle release that "
+            "saved it."
         )
 
 

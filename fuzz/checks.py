@@ -10,6 +10,7 @@ import msgspec
 import systems
 from fuzz import mutants, targets
 from fuzz.case import Case
+from fuzz.run import for_target
 from fuzz.targets.setup import Pin, fitting
 from fuzz.terminal import UsageError
 from reference.contract import System
@@ -38,7 +39,18 @@ def run_on(saved: Case, file: Path, system: str | None) -> Case:
     return saved
 
 
-def check_sizes(system: System, pin: Pin) -> None:
+def check_runnable(saved: Case) -> None:
+    """The fault and the sizes of a case fit its target, and the system to run it on."""
+    check_plantable(saved.mutant, saved.system, saved.target)
+    system = for_target(systems.load(saved.system), targets.find(saved.target))
+    cure = "the case pins others, so replay it on the system that it was found on."
+    check_sizes(system, saved.pin, cure=cure)
+
+
+OPTIONS = "leave out --kpool, --physical-page-size and --row-format, or give those."
+
+
+def check_sizes(system: System, pin: Pin, *, cure: str = OPTIONS) -> None:
     """A system that is built in few sizes has none that are pinned otherwise."""
     if system.sizes and not fitting(system.sizes, pin):
         geometries = {
@@ -47,8 +59,7 @@ def check_sizes(system: System, pin: Pin) -> None:
             for each in system.sizes
         }
         raise UsageError(
-            f"{system.name} is only built with {' or '.join(sorted(geometries))}: leave out "
-            "--kpool, --physical-page-size and --row-format, or give those."
+            f"{system.name} is only built with {' or '.join(sorted(geometries))}: {cure}"
         )
 
 

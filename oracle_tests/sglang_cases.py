@@ -76,15 +76,20 @@ class Caller:
         added = [self.tokens[name][-1] for name in names]
         self.engine.decode([RequestId(n) for n in names], added, self.stamper.step_rows(chains))
 
-    def verify(self, kept: dict[int, int], *, token: int) -> None:
-        """Drafts of each of these in one step, of which so many are kept."""
+    def draft(self, first: dict[int, int]) -> list[Drafts]:
+        """Drafts of each of these in one step, which count up from a first one."""
         width, asked = self.engine.geometry.max_drafts, []
-        for name in kept:
-            tokens = [token + 100 * name + i for i in range(width)]
+        for name, token in first.items():
+            tokens = [token + i for i in range(width)]
             chain = self.stamper.chain(self.tokens[name] + tokens)
             rows = self.stamper.step_rows(chain[len(self.tokens[name]) :])
             asked.append(Drafts(request=RequestId(name), tokens=tokens, rows=rows))
         self.engine.verify(asked)
+        return asked
+
+    def verify(self, kept: dict[int, int], *, token: int) -> None:
+        """Drafts of each of these in one step, of which so many are kept."""
+        asked = self.draft({name: token + 100 * name for name in kept})
         for (name, count), drafts in zip(kept.items(), asked, strict=True):
             self.engine.accept(RequestId(name), count)
             self.tokens[name] += drafts.tokens[:count]

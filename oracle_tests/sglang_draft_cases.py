@@ -62,6 +62,30 @@ def drafted_life(system: System) -> dict[str, Any]:
     }
 
 
+def committed_together(system: System) -> list[dict[str, Any]]:
+    """What a batch of two commits of six drafts each, two of the one and five of the other, which
+    then pass a page's end."""
+    caller = Caller(system, drafts=True)
+    lengths, kept = (100, 253), (2, 5)
+    for name, length in enumerate(lengths):
+        caller.submit(name, range(1000 * name + 1, 1000 * name + 1 + length))
+    caller.extend(0, 1)
+    caller.draft({0: 7000, 1: 8000})
+    running = [caller.engine._running[RequestId(name)] for name in range(2)]
+    requests = [each.req for each in running]
+    chosen = [each.drafts[:count] for each, count in zip(running, kept, strict=True)]
+    _, last, cached = caller.engine._scheduler.accepted(requests, chosen)
+    return [
+        {
+            "stored": request.kv.kv_committed_len,
+            "tokens": list(request.output_ids)[:-1],
+            "last": last[place],
+            "cached": cached[place],
+        }
+        for place, request in enumerate(requests)
+    ]
+
+
 def draft_refusals(system: System) -> dict[str, str]:
     """What an engine with drafts, and one without, refuse in words."""
     caller, plain = Caller(system, drafts=True), Caller(system)

@@ -112,6 +112,8 @@ def _hot_faults() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
     allocator = import_module("sglang.srt.mem_cache.allocator.hisparse")
     finish, buffer = coordinator.request_finished, coordinator.alloc_device_buffer
     grow = coordinator._grow_device_buffers
+    paged = import_module("sglang.srt.mem_cache.allocator.paged").PagedTokenToKVPoolAllocator
+    take = paged.alloc_decode
 
     def tags_stay(self: Any, request: Any) -> None:
         tags, order = self.req_device_buffer_tokens.clone(), self.lru_slots.clone()
@@ -129,6 +131,16 @@ def _hot_faults() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
         tags = self.req_device_buffer_tokens[:, request.kv.req_pool_idx]
         tags[:, :2] = tags[:, :2].flip(1).clone()
 
+    def whole_at_once(self: Any, request: Any) -> None:
+        with patch.object(self.mem_pool_device, "page_size", self.device_buffer_size):
+            buffer(self, request)
+
+    def taken_off_the_wrong_end(self: Any, *args: Any) -> Any:
+        before = self.free_pages
+        locs = take(self, *args)
+        self.free_pages = before[: len(self.free_pages)]
+        return locs
+
     def kept(self: Any, rows: Any) -> None:
         """Device rows are not given back."""
 
@@ -141,6 +153,8 @@ def _hot_faults() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
             newest_over_another,
         ),
         "two tags are swapped": (coordinator, "alloc_device_buffer", first_tags_swapped),
+        "a short prompt has a whole buffer": (coordinator, "alloc_device_buffer", whole_at_once),
+        "a page that was taken stays free": (paged, "alloc_decode", taken_off_the_wrong_end),
         "device rows are kept": (
             allocator.HiSparseTokenToKVPoolAllocator,
             "free_hisparse_indices",

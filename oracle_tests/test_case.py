@@ -154,7 +154,9 @@ def test_a_case_that_is_another_run_now_is_not_called_mended(saved, failing):
         execute(system, target, Tape(kept.values), pin=Pin(pages=1)),
         execute(system, targets.find("hot_buffer"), Tape(kept.values), pin=kept.pin),
     ):
-        with pytest.raises(CaseError, match=r"no longer gives the run .* replay it as it"):
+        with pytest.raises(
+            CaseError, match=r"no longer gives the run .* replay it on the system that it"
+        ):
             check_same_run(kept, other, saved)
     for text in ("", " ", "\n"):
         odd = load(edited(saved, operations=[text]))

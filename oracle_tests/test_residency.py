@@ -59,10 +59,30 @@ def run(system: System, *, payload: Payload = "stamped", operations=DECODING) ->
 
 
 def growing(system: System) -> System:
-    """A system of which no hot buffer or host page is asked for ahead of need."""
+    """A system of which no hot buffer or host page is asked for ahead of need, and that shows no
+    buffer of a request that has nothing stored."""
+
+    def inspect(engine: Any) -> Snapshot:
+        snapshot: Snapshot = engine.inspect()
+        assert snapshot.hot is not None
+        buffers, free = dict(snapshot.hot.buffers), set(snapshot.hot.free_device)
+        for request, each in snapshot.hot.buffers.items():
+            if not snapshot.requests[request].length:
+                buffers[request] = replace(each, pages=(), rows=())
+                free.update(each.pages)
+        hidden = (len(free) - len(snapshot.hot.free_device)) * engine.geometry.physical_page_size
+        occupancy = replace(
+            snapshot.hot.occupancy,
+            device_free=snapshot.hot.occupancy.device_free + hidden,
+            device_hot=snapshot.hot.occupancy.device_hot - hidden,
+        )
+        seen = {"buffers": buffers, "free_device": frozenset(free), "occupancy": occupancy}
+        return replace(snapshot, hot=replace(snapshot.hot, **seen))
+
+    showing = tampered(system, inspect=inspect)
 
     def factory(*args: Any, **kwargs: Any) -> Any:
-        engine = system.factory(*args, **kwargs)
+        engine = showing.factory(*args, **kwargs)
         engine.capabilities -= {Capability.HOT_AHEAD}
         return engine
 

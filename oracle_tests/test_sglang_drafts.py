@@ -31,6 +31,15 @@ def test_a_state_kept_one_draft_late_shows():
     assert seen["states"] == [[256, False], [256, True]]
 
 
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.23"])
+def test_a_batch_commits_of_each_request_its_own(release):
+    """Targets accept one request after the other; SGLang's workers, all of a batch at once."""
+    assert on(release, "sglang_draft_cases.committed_together") == [
+        {"stored": 102, "tokens": [7000, 7001], "last": 1, "cached": -1},
+        {"stored": 258, "tokens": [8000, 8001, 8002, 8003, 8004], "last": 4, "cached": 2},
+    ]
+
+
 def test_the_oracles_find_nothing_in_runs_with_drafts():
     """Nor on 0.5.23, where the mutants' runs are the same."""
     assert on("0.5.22", "campaign", "prefix_split", [11, 14], True) == [[]] * 2

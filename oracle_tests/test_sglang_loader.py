@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType
 
 import pytest
 
@@ -206,6 +207,13 @@ def test_a_stand_in_can_be_named():
     assert not issubclass(int, absent.Socket)
     with pytest.raises(AttributeError):
         absent.__all__  # noqa: B018
+
+
+def test_a_package_that_is_in_use_stays_what_it_is(monkeypatch):
+    monkeypatch.setitem(sys.modules, "orjson", ModuleType("orjson"))
+    assert stubs.ALWAYS.find_spec("orjson.later") is None
+    monkeypatch.delitem(sys.modules, "orjson")
+    assert stubs.ALWAYS.find_spec("orjson.later") is not None
 
 
 def test_only_what_was_listed_is_stood_in_for():

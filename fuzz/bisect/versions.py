@@ -150,8 +150,8 @@ def _check_bad(trial: Trial, name: str, *, most: int, once: bool) -> None:
         verdict = trial.run(trial.last)
         if verdict == "skip":
             raise UsageError(
-                f"the bad end {name} cannot be run: {trial.runs[-1].why}: give a --bad that "
-                "builds and fails, and check --build and --run."
+                f"the bad end {name} cannot be run ({trial.runs[-1].why}): give a --bad "
+                "that builds and fails, and check --build and --run."
             )
         if once and verdict == "bad":
             return

@@ -34,16 +34,20 @@ def judge_account(world: World, after: Snapshot) -> Said:
     for request in after.requests.keys() & hot.buffers.keys():
         yield from _tables(world, request, after.requests[request], hot)
     yield from _occupancy(world, options, after, hot)
+    if Capability.PREFIX_SHARING not in world.engine.capabilities:
+        # otherwise the exact oracle says whose they are
+        pages = {f"request {request}": view.pages for request, view in after.requests.items()}
+        for sentence in _owners("logical page", pages, after.free_pages, world.options.pages):
+            yield "logical pages", sentence
 
 
 def _device_pages(world: World, options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:
     """Each is free or in one hot buffer, and every running request has a whole one, or as much of
     one as it needs."""
     for request in after.requests.keys() | hot.buffers.keys():
-        least, most = _hot_pages(world, after.requests.get(request))
+        should = _hot_pages(world, after.requests.get(request))
         is_ = len(hot.buffers[request].pages) if request in hot.buffers else 0
-        if not least <= is_ <= most:
-            should = f"{least}" if least == most else f"{least} to {most}"
+        if is_ != should:
             yield "device pages", f"request {request} should have {should} of them; it has {is_}."
     owners = {f"request {request}": view.pages for request, view in hot.buffers.items()}
     for sentence in _owners("device page", owners, hot.free_device, options.device_pages):
@@ -54,14 +58,15 @@ def _ahead(world: World) -> bool:
     return Capability.HOT_AHEAD in world.engine.capabilities
 
 
-def _hot_pages(world: World, view: RequestView | None) -> tuple[int, int]:
-    """The fewest and the most device pages that a request may have; none if it does not run."""
+def _hot_pages(world: World, view: RequestView | None) -> int:
+    """How many device pages a request should have: none if it does not run, and without
+    `HOT_AHEAD` those of its positions, until they fill the hot buffer."""
     if view is None:
-        return 0, 0
-    size = world.geometry.device_buffer_size or 0
-    if _ahead(world) or view.length > size:
-        return world.hot_pages, world.hot_pages
-    return -(-view.length // world.geometry.physical_page_size), world.hot_pages
+        return 0
+    page = world.geometry.physical_page_size
+    pages = -(-view.length // page)
+    whole = _ahead(world) or pages * page >= (world.geometry.device_buffer_size or 0)
+    return world.hot_pages if whole else pages
 
 
 def _host_pages(world: World, options: HiSparse, after: Snapshot, hot: HotSnapshot) -> Said:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from fuzz import case
-from fuzz.checks import check_plantable, run_on
+from fuzz.checks import check_runnable, run_on
 from fuzz.report.page import page
 from fuzz.report.perfetto import trace
 from fuzz.report.record import record
@@ -60,7 +60,7 @@ def write_report(
     """
     data = case.read(file)
     saved = run_on(case.decode(data, file), file, system)
-    check_plantable(saved.mutant, saved.system, saved.target)
+    check_runnable(saved)
     outcome, recorded = record(saved)
     if not outcome.failed:
         case.check_same_run(saved, outcome, file)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 import systems
 from fuzz import case, mutants, targets
-from fuzz.checks import check_plantable, run_on
+from fuzz.checks import check_runnable, run_on
 from fuzz.report.story import CLAUSES, ORACLES, asks, owners
 from fuzz.run import execute
 from fuzz.step import Violation
@@ -33,7 +33,7 @@ def replay(file: Path, *, system: str | None = None, json: JsonFile = None) -> i
     check_kept(file, json)
     saved = run_on(case.load(file), file, system)
     loaded, target = systems.load(saved.system), targets.find(saved.target)
-    check_plantable(saved.mutant, saved.system, saved.target)
+    check_runnable(saved)
     with mutants.find(saved.mutant).applied() if saved.mutant else nullcontext():
         outcome = execute(loaded, target, Tape(saved.values), pin=saved.pin)
     lines: list[RenderableType] = [*outcome_lines(outcome)]

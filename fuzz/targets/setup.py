@@ -243,7 +243,9 @@ def fitting(sizes: Sequence[Sizes], pin: Pin) -> list[Sizes]:
 
 def _slots_fit(geometry: Geometry, pin: Pin) -> bool:
     slots, spare = geometry.device_buffer_size, pin.spare_slots
-    return slots is None or spare is None or slots == least_slots(geometry) + spare
+    if slots is None:
+        return True
+    return pin.hisparse is not False and spare in (None, slots - least_slots(geometry))
 
 
 def least_slots(geometry: Geometry) -> int:

@@ -228,7 +228,7 @@ class SGLangEngine(NotOffered):
                 f"and no more, not {count}."
             )
         kept = each.drafts[:count]
-        batch, last, cached = self._scheduler.accepted(each.req, kept)
+        batch, (last,), (cached,) = self._scheduler.accepted([each.req], [kept])
         self._states.accepted(batch, each.states, last, cached)
         each.tokens += kept
         each.length += count

@@ -164,7 +164,19 @@ class HotMemory:
         self.rows(device, layer)[rows] = self.rows(self.host, layer)[host_rows]
 
     def _swap_in(self, *, host_cache: Tensor, device_buffer: Tensor, **tables: Any) -> None:
-        """The kernel, and the copies that it planned."""
+        """The kernel, and the copies that it planned.
+
+        Raises:
+            ValueError: it is asked for another size than it was compiled for.
+        """
+        built = {
+            "hot_buffer_size": self.kernel.size,
+            "num_top_k": self.kernel.topk,
+            "page_size": 1,
+            "item_size_bytes": device_buffer[0].nbytes,
+        }
+        if asked := {name: tables[name] for name, size in built.items() if tables[name] != size}:
+            raise ValueError(f"the swap-in kernel should be given {built}; it is given {asked}.")
         requests, width = tables["top_k_tokens"].shape[0], self.kernel.topk
         answer = tables["top_k_device_locs"]
         plan = {

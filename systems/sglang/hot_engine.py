@@ -28,6 +28,7 @@ from reference.contract import (
     Component,
     EngineFactory,
     EngineOptions,
+    HiSparse,
     InvalidCall,
     OutOfMemory,
     RequestId,
@@ -86,8 +87,8 @@ def sizes() -> tuple[Sizes, ...]:
 
 
 def factory(release: Release) -> EngineFactory:
-    """Builds engines of a release that this process has loaded.  Kernels are compiled here and now,
-    so that processes forked from this one find them.
+    """Builds engines of a release that this process has loaded.  Kernels are compiled, and one is
+    built, here and now, so that processes forked from this one find all that it takes.
 
     Raises:
         CannotCompile: there is no compiler, or the release's kernel is not like the known ones.
@@ -109,6 +110,9 @@ def factory(release: Release) -> EngineFactory:
             kernel(geometry.topk, geometry.device_buffer_size), geometry, shape, options
         )
 
+    least = HiSparse(device_pages=4, host_pages=4)
+    options = EngineOptions(pages=4, state_slots=2, max_requests=1, hisparse=least)
+    build(sizes()[0].geometry, SHAPE, options)
     return build
 
 

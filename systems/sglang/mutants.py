@@ -26,6 +26,7 @@ SLOTS = "sglang.srt.mem_cache.allocator.mamba"
 TREE = "sglang.srt.mem_cache.unified_radix_cache"
 FULL = "sglang.srt.mem_cache.unified_cache.components.full"
 STATES = "sglang.srt.mem_cache.unified_cache.components.mamba"
+POLICY = "sglang.srt.mem_cache.evict_policy"
 BATCH = "sglang.srt.managers.schedule_batch"
 COMMON = "sglang.srt.mem_cache.common"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -210,6 +211,10 @@ MUTANTS: dict[str, Mutant] = {
         "all scales of a page go to its first slot",
         KERNELS, DECODE,
         r"(// 4\n +\+) loc_token_offset_in_page", r"\1 0 * loc_token_offset_in_page",
+    ),
+    "evicts_the_most_recent": _mutant(
+        "eviction begins with the prefix that was used last",
+        POLICY, "get_priority", r"return node\.last", "return -node.last",
     ),
     # the plan and the kernel of a verify, and what is kept of it
     "verify_page_by_the_first_request": _mutant(

@@ -113,23 +113,25 @@ class Scheduler:
         batch.forward_mode = self._modes.TARGET_VERIFY
         return batch
 
-    def accepted(self, request: Any, drafts: Sequence[int]) -> tuple[Any, int, int]:
-        """Commit the first drafts of a request, one at least.  Which of the states behind its
+    def accepted(
+        self, requests: Sequence[Any], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Any, list[int], list[int]]:
+        """Commit the first drafts of each request, one at least.  Which of the states behind its
         drafts SGLang then keeps, by number: the last, and the one for its cache or -1.  The batch
         says where that one goes."""
-        count, width = len(drafts), self._drafts
-        batch = self._grown([request])
+        width, counts = self._drafts, torch.tensor([len(kept) for kept in drafts])
+        batch = self._grown(requests)
         self._verifying.prepare_mamba_track_for_verify(batch)
-        index = torch.full((1, width), -1)
-        index[0, :count] = torch.arange(count)
-        counts = torch.tensor([count])
+        # numbered through the batch
+        number = torch.arange(len(requests) * width).view(-1, width)
+        index = number.masked_fill(torch.arange(width) >= counts[:, None], -1)
         last, cached = self._commit.fused_commit_track_indices(
             index, counts, batch.seq_lens, width, self._grid(self._pools.tree.page_size)
         )
         # what SGLang calls the first draft is our caller's second: its first was sampled before
-        request.output_ids[-1] = drafts[0]
+        after = [[*kept[1:], *[UNKNOWN] * (width - len(kept) + 1)] for kept in drafts]
         result = SimpleNamespace(
-            next_token_ids=torch.tensor([*drafts[1:], *[UNKNOWN] * (width - count + 1)]),
+            next_token_ids=torch.tensor(after).flatten(),
             accept_lens=counts,
             num_non_draft_tokens_per_req=1,
             speculative_output_stride=width,
@@ -139,10 +141,12 @@ class Scheduler:
             grammar_advanced=True,
             grammar_retained_tokens=None,
         )
-        (tokens,) = self._results._resolve_spec_v2_tokens(result, batch)
-        request.output_ids.extend(tokens)
-        self._results._handle_finish_state_updated_req(request, batch, result, 0, None)
-        return batch, int(last), int(cached)
+        tokens = self._results._resolve_spec_v2_tokens(result, batch)
+        for place, request in enumerate(requests):
+            request.output_ids[-1] = drafts[place][0]
+            request.output_ids.extend(tokens[place])
+            self._results._handle_finish_state_updated_req(request, batch, result, place, None)
+        return batch, last.tolist(), cached.tolist()
 
     def _grown(self, requests: Sequence[Any]) -> Any:
         """The batch of requests that go on from what they have stored."""

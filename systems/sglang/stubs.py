@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, NoReturn
 
 PACKAGES = frozenset(
@@ -153,6 +153,9 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         parts = name.split(".")
+        if not isinstance(sys.modules.get(parts[0]), StandIn | NoneType) and parts[0] != "sglang":
+            # somebody here uses the real one
+            return None
         within = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
         return ModuleSpec(name, self, is_package=True) if self._packages & {*within} else None
 
