@@ -123,3 +123,14 @@ def test_step_is_the_launcher_without_slots():
     for t in range(STEPS):
         assert torch.equal(module.step(state, *(x[:, t] for x in inputs)), outputs[:, t])
     assert torch.equal(state.flatten(1), pool[slots, 1, :-3])
+
+
+def test_output_goes_where_it_is_asked(launch):
+    backend, device = launch
+    inputs = Steps(*(x[:, 0].to(device) for x in draw(2, 16, 16)))
+    slots = torch.tensor([5, 1, 3, 2], device=device)
+    own = kda_decode(torch.zeros(6, 2, 16, 16, device=device), slots, *inputs, backend=backend)
+    out = poisoned(BATCH, 2, 16, dtype=torch.float32, device=device)
+    state = torch.zeros(6, 2, 16, 16, device=device)
+    assert kda_decode(state, slots, *inputs, out=out, backend=backend) is out
+    assert torch.equal(out, own)

@@ -1,4 +1,4 @@
-"""What `kvoracle bench` does: measure KVOracle beside other people's tools."""
+"""What `kvoracle bench` does; `bench hypothesis`: KVOracle beside another tool."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from fuzz.bench.kernels import kernels
 from fuzz.bench.race import BAR, Arm, Comparison, Race, compare, contenders
 from fuzz.terminal import (
     JsonFile,
@@ -26,7 +27,8 @@ from fuzz.terminal import (
     out,
 )
 
-bench = App(name="bench", help="Measure KVOracle beside other tools, on the same planted faults.")
+bench = App(name="bench", help="Measure KVOracle beside other tools, and its kernels.")
+bench.command(kernels)
 
 
 @bench.command

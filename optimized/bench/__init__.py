@@ -1,0 +1,1 @@
+"""Kernels against the clock, on a GPU; `kvoracle bench kernels` runs them."""
