@@ -174,7 +174,7 @@ def _check_good(trial: Trial, name: str, *, least: int, most: int) -> None:
     if "bad" in verdicts:
         raise UsageError(f"the case fails at the good end {name}: give --good an older version.")
     raise UsageError(
-        f"the good end {name} cannot be run: {trial.runs[-1].why}: give a --good that builds and "
+        f"the good end {name} cannot be run ({trial.runs[-1].why}): give a --good that builds and "
         "passes, and check --build and --run."
     )
 
