@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, NoReturn
 
 PACKAGES = frozenset(
@@ -153,7 +153,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         parts = name.split(".")
-        if not isinstance(sys.modules.get(parts[0]), StandIn | NoneType) and parts[0] != "sglang":
+        used = getattr(sys.modules.get(parts[0]), "__spec__", None)
+        if used and not isinstance(used.loader, _Finder) and parts[0] != "sglang":
             # somebody here uses the real one
             return None
         within = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
