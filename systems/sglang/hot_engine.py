@@ -15,6 +15,7 @@ since SGLang's quantiser without pooling needs a GPU, and stored and found by SG
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -41,6 +42,7 @@ from reference.contract import (
 )
 from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.pooling import pooled_rows
+from systems.sglang import engine
 from systems.sglang.hisparse import INDEX_DIM, PAGE, HotMemory, Streams
 from systems.sglang.hisparse_kernel import Kernel, kernel_of
 from systems.sglang.hot_accounts import HotAccounts, Running
@@ -51,21 +53,8 @@ MOST_TOKENS = 1024
 """Positions of a request that the tables have room for."""
 POISON = 0xFF
 CAPABILITIES = frozenset({Capability.STAMPED, Capability.HISPARSE})
-SHAPE = ModelShape(
-    layers=4,
-    dsa_period=2,
-    vocab=2,
-    hidden=2,
-    heads=1,
-    latent=16,
-    q_lora=2,
-    index_heads=1,
-    index_dim=INDEX_DIM,
-    kda_heads=1,
-    kda_key_dim=4,
-    kda_value_dim=4,
-    conv_width=2,
-)
+SHAPE = replace(engine.SHAPE, layers=4)
+"""Two layers with rows on the host."""
 
 
 def sizes() -> tuple[Sizes, ...]:
