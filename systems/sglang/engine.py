@@ -34,10 +34,10 @@ from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.physical_pages import in_physical_pages
 from systems.sglang import setting
 from systems.sglang.accounts import Accounts, Running
+from systems.sglang.adapter import NOT_OFFERED, Adapter, given
 from systems.sglang.budget import Budget
 from systems.sglang.forward import Forward
 from systems.sglang.loader import Release
-from systems.sglang.not_offered import NOT_OFFERED, NotOffered, given
 from systems.sglang.pools import Pools
 from systems.sglang.reading import Reading
 from systems.sglang.scheduler import Scheduler, tracked
@@ -115,7 +115,7 @@ def factory(release: Release) -> EngineFactory:
     return build
 
 
-class SGLangEngine(NotOffered):
+class SGLangEngine(Adapter[Running]):
     """`reference.contract.Engine` tells what each call does, takes and returns."""
 
     def __init__(
@@ -126,8 +126,7 @@ class SGLangEngine(NotOffered):
             geometry, options = in_physical_pages(geometry, options)
         # one slot more for each request, in which SGLang keeps the state that it tracks
         options = replace(options, state_slots=options.state_slots + options.max_requests)
-        self.geometry, self.shape = geometry, shape
-        self.capabilities = capabilities(release)
+        super().__init__(geometry, shape, capabilities(release))
         setting.publish(geometry)
         self.pools = Pools(geometry, shape, options, release.differences, max_length=MOST_TOKENS)
         ape = options.ape
@@ -140,19 +139,10 @@ class SGLangEngine(NotOffered):
         self._budget = Budget(geometry, self.pools)
         self._accounts = Accounts(geometry, self.pools)
         self._reading = Reading(geometry, shape, self.pools, self._forward.backend)
-        self._running: dict[RequestId, Running] = {}
         self._retracted: dict[RequestId, Running] = {}
-        self._none = (
-            torch.zeros(len(shape.dsa_layers), 0, geometry.selection_width, dtype=torch.int64),
-            torch.zeros(0, shape.vocab),
-        )
 
     def submit(self, request: RequestId, tokens: Tokens) -> Admission:
-        if request in self._running:
-            raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
-        prompt = [int(token) for token in tokens]
-        if not prompt:
-            raise InvalidCall(f"request {request} has no tokens: give at least one.")
+        prompt = self._prompt(request, tokens)
         self._budget.require_request(self._running.values())
         again = self._retracted.pop(request, None)
         if again is not None and again.tokens != prompt:
@@ -183,7 +173,7 @@ class SGLangEngine(NotOffered):
             each.length = stop
             self._scheduler.prefilled(each.req, whole=stop == len(each.tokens))
         self._settle()
-        return self._silent([chunk.request for chunk in chunks], starts)
+        return self._outputs([chunk.request for chunk in chunks], starts)
 
     def decode(
         self, requests: Sequence[RequestId], tokens: Tokens, rows: Rows | None = None
@@ -204,7 +194,7 @@ class SGLangEngine(NotOffered):
             each.tokens.append(int(token))
             each.length += 1
         self._settle()
-        return self._silent(requests, starts)
+        return self._outputs(requests, starts)
 
     def verify(self, drafts: Sequence[Drafts]) -> list[StepOutput]:
         width = self.geometry.max_drafts
@@ -218,7 +208,7 @@ class SGLangEngine(NotOffered):
         for each, asked, part in zip(running, drafts, rows, strict=True):
             each.drafts, each.states = [int(token) for token in asked.tokens], part.state.clone()
         self._settle()
-        return self._silent([each.request for each in drafts], [each.length for each in running])
+        return self._outputs([each.request for each in drafts], [each.length for each in running])
 
     def accept(self, request: RequestId, count: int) -> None:
         each = self._find(request)
@@ -274,18 +264,8 @@ class SGLangEngine(NotOffered):
         self.pools.scrub()
         self._reading.refresh()
 
-    def _find(self, request: RequestId) -> Running:
-        if request not in self._running:
-            raise InvalidCall(f"request {request} is not running: submit it first.")
-        return self._running[request]
-
-    def _silent(self, requests: Sequence[RequestId], starts: Sequence[int]) -> list[StepOutput]:
-        """What a stamped step returns."""
-        selected, logits = self._none
-        return [
-            StepOutput(request=request, start=start, selected=selected, logits=logits)
-            for request, start in zip(requests, starts, strict=True)
-        ]
+    def _outputs(self, requests: Sequence[RequestId], starts: Sequence[int]) -> list[StepOutput]:
+        return [self._silent(*each) for each in zip(requests, starts, strict=True)]
 
 
 def _require_verifiable(each: Running, asked: Drafts, width: int) -> None:

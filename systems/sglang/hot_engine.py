@@ -43,11 +43,11 @@ from reference.contract import (
 from reference.geometry import Geometry, ModelShape, RowFormat
 from reference.pooling import pooled_rows
 from systems.sglang import engine
+from systems.sglang.adapter import NOT_OFFERED, Adapter, given
 from systems.sglang.hisparse import INDEX_DIM, PAGE, HotMemory, Streams
 from systems.sglang.hisparse_kernel import Kernel, kernel_of
 from systems.sglang.hot_accounts import HotAccounts, Running
 from systems.sglang.loader import Release
-from systems.sglang.not_offered import NOT_OFFERED, NotOffered, given
 
 MOST_TOKENS = 1024
 """Positions of a request that the tables have room for."""
@@ -105,7 +105,7 @@ def factory(release: Release) -> EngineFactory:
     return build
 
 
-class HotEngine(NotOffered):
+class HotEngine(Adapter[Running]):
     """`reference.contract.Engine` tells what each call does, takes and returns."""
 
     def __init__(
@@ -113,8 +113,7 @@ class HotEngine(NotOffered):
     ) -> None:
         hisparse = options.hisparse
         assert hisparse is not None, "the factory has looked"
-        self.geometry, self.shape = geometry, shape
-        self.capabilities = CAPABILITIES
+        super().__init__(geometry, shape, CAPABILITIES)
         device = hisparse.device_pages - 1
         self._memory = HotMemory(
             kernel,
@@ -127,11 +126,6 @@ class HotEngine(NotOffered):
             streams=Streams(hisparse.copies, options.seed),
         )
         self._accounts = HotAccounts(self._memory, options)
-        self._running: dict[RequestId, Running] = {}
-        self._none = (
-            torch.zeros(len(shape.dsa_layers), 0, geometry.selection_width, dtype=torch.int64),
-            torch.zeros(0, shape.vocab),
-        )
         if options.poison:
             for pool in (self._memory.device, self._memory.host):
                 for layer in self._memory.layers:
@@ -140,11 +134,7 @@ class HotEngine(NotOffered):
     # requests
 
     def submit(self, request: RequestId, tokens: Tokens) -> Admission:
-        if request in self._running:
-            raise InvalidCall(f"request {request} runs already: choose an id that is not in use.")
-        prompt = [int(token) for token in tokens]
-        if not prompt:
-            raise InvalidCall(f"request {request} has no tokens: give at least one.")
+        prompt = self._prompt(request, tokens)
         if not self._memory.table.free_slots:
             raise OutOfMemory("no request slot is free: finish, abort or retract a request first.")
         self._running[request] = Running(slot=self._memory.table.free_slots.pop(), tokens=prompt)
@@ -229,18 +219,6 @@ class HotEngine(NotOffered):
         del self._running[request]
         self._scrub()
         return each.tokens
-
-    def _find(self, request: RequestId) -> Running:
-        if request not in self._running:
-            raise InvalidCall(f"request {request} is not running: submit it first.")
-        return self._running[request]
-
-    def _silent(self, request: RequestId, start: int, **of_decode: Tensor) -> StepOutput:
-        """What a stamped step returns of one request."""
-        selected, logits = self._none
-        return StepOutput(
-            request=request, start=start, selected=selected, logits=logits, **of_decode
-        )
 
     # rows
 
