@@ -15,6 +15,8 @@ from fuzz.targets.setup import Pin, fitting
 from fuzz.terminal import UsageError
 from reference.contract import System
 
+OPTIONS = "leave out --kpool, --physical-page-size and --row-format, or give those."
+
 
 def check_ranks(target: targets.Target, system: str, pin: Pin) -> None:
     """A target with a driver of its own draws its geometry itself, and only one system has what
@@ -45,9 +47,6 @@ def check_runnable(saved: Case) -> None:
     system = for_target(systems.load(saved.system), targets.find(saved.target))
     cure = "the case pins others, so replay it on the system that it was found on."
     check_sizes(system, saved.pin, cure=cure)
-
-
-OPTIONS = "leave out --kpool, --physical-page-size and --row-format, or give those."
 
 
 def check_sizes(system: System, pin: Pin, *, cure: str = OPTIONS) -> None:
